@@ -1,0 +1,1 @@
+"""The laws of the control loop: pure functions on floats, standard library only."""

@@ -1,0 +1,131 @@
+"""Frozen messages between floors. Structs cross the process border as msgpack; dataclasses stay in the engine."""
+
+from typing import Literal
+
+import msgspec
+
+from etserve.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One admitted request, from the front end to the engine."""
+
+    request_id: str  # ours, unique; never the client's
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower is served earlier among the waiting
+    cache_salt: bytes = b""  # mixed into the first prefix-cache hash: requests share blocks only under one salt
+    forced_output: list[list[int]] = []  # per choice: tokens already sent to the client before an engine restart
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Raw log-softmax (fp32, temperature 1, before penalties) of one position."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenEntropy(msgspec.Struct, frozen=True, array_like=True):
+    """What was measured when one output token was drawn."""
+
+    entropy_nats: float  # H of softmax(raw logits)
+    varentropy: float  # nats^2
+    temperature: float  # in force for this draw
+    kept_fraction: float  # share of KV blocks that attention read; 1.0: all
+    tau_nats: float  # the sequence's entropic time after this token
+
+
+class EntropySummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The entropic record of one finished choice (units: nats unless said otherwise)."""
+
+    tau_nats: float
+    tau_up_nats: float
+    nats_resolved: float
+    mean_entropy_nats: float
+    final_entropy_nats: float
+    tau_per_gflop: float
+    mean_temperature: float
+    kept_fraction_mean: float
+    blocks_evicted: int
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step added to one choice of one request. Exactly one of them per choice carries a finish reason."""
+
+    request_id: str
+    choice: int = 0
+    token_ids: list[int] = []  # drawn in this step
+    text: str = ""  # the text that became certain; may lag behind token_ids
+    logprobs: list[TokenLogprobs] = []  # one per token_id when asked for
+    entropies: list[TokenEntropy] = []  # one per token_id when params.trace is "tokens"
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, when asked for; first is None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    error_code: str | None = None  # with finish_reason "error": model_numerics, request_poisoned, engine_restarted
+    num_prompt_tokens: int = 0  # these three are filled in the last output
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared
+    num_output_tokens: int = 0
+    entropy_summary: EntropySummary | None = None  # in the last output, when params.trace is not "none"
+    timings: "RequestTimings | None" = None  # in the last output
+
+
+class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a choice's time went, in seconds of the engine's monotonic clock."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step did and measured. Counts are of this step, gauges are after it."""
+
+    step: int
+    step_seconds: float
+    schedule_seconds: float
+    num_prefill_tokens: int  # computed in this step, of prompts (or of recomputation)
+    num_decode_tokens: int
+    num_cached_tokens: int  # prompt tokens found in the prefix cache by sequences admitted in this step
+    num_prompt_tokens: int  # prompt tokens of sequences admitted in this step, cached ones included
+    num_preempted: int
+    num_nonfinite_rows: int
+    flops: float  # of the model, by the cost formula (see control/cost.py)
+    bytes_read: float  # weights once, KV per sequence
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    kv_blocks_active: int
+    kv_blocks_cached: int  # free, but still usable as a prefix
+    kv_blocks_free: int
+    entropies: list[float] = []  # H_raw of every token drawn in this step
+    varentropies: list[float] = []
+    temperatures: list[float] = []
+    tau_nats: float = 0.0  # sums over the tokens of this step
+    tau_up_nats: float = 0.0
+    nats_resolved: float = 0.0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine says of itself once it is ready."""
+
+    model_name: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    quantization: str | None
+    kv_dtype: str
+    num_kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_step_tokens: int
+    eos_token_ids: list[int]
+    backend: str  # "native-cpu/avx512_bf16", "torch/cpu", ...
+    startup_seconds: dict[str, float]  # phase -> seconds
+    weight_bytes: int
+    kv_cache_bytes: int
