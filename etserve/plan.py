@@ -1,0 +1,63 @@
+"""One step's plan and what it measured: the scheduler hands it to the runner and gets it back. No torch."""
+
+from dataclasses import dataclass, field
+
+from etserve.outputs import TokenLogprobs
+from etserve.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute tokens [start, start + num_tokens) of one sequence in this step."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    block_table: list[int]  # covers every token up to start + num_tokens; the manager's own list: read only
+    is_decode: bool  # at most one token, all before it computed, at least one output token known
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """The last known token is computed here, so its logits give the next token."""
+        return self.end == self.seq.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's plan. Decodes come first."""
+
+    step: int
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+    admitted: tuple[Sequence, ...] = ()  # first time scheduled, in this step
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one sequence's last row gave."""
+
+    token_id: int
+    entropy_nats: float  # of softmax(raw logits), before anything the client asked for
+    varentropy: float
+    temperature: float
+    logprobs: TokenLogprobs | None = None  # when params.logprobs is set
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What one forward pass measured, by seq_id."""
+
+    sampled: dict[int, Sampled]  # one entry per scheduled sequence that samples, save the failed ones
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of tokens start+1 .. end (prompt only)
+    failed: dict[int, str] = field(default_factory=dict)  # seq_id -> error code (non-finite logits, dead grammar)
+    num_nonfinite_rows: int = 0
+    flops: dict[int, float] = field(default_factory=dict)  # seq_id -> this step's share
+    bytes_read: float = 0.0
