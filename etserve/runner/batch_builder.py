@@ -1,0 +1,89 @@
+"""From a plan to the arrays of one forward pass. Knows no model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from etserve.attention.batch import StepBatch
+from etserve.config import BLOCK_SIZE
+from etserve.scheduler.types import ScheduledSequence, SchedulerOutput
+from etserve.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Logit rows [first_row, first_row + num_rows) belong to positions [position, position + num_rows) of `seq`."""
+
+    seq: Sequence
+    position: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What each logit row is wanted for. Rows are numbered as in StepBatch.logit_rows."""
+
+    draws: list[tuple[Sequence, int]]  # (sequence, row): the next token is drawn from it
+    prompts: list[RowSpan]  # log-probabilities of the prompt's tokens position+1 ..
+    replays: list[RowSpan]  # entropies of forced output tokens position+1 .., which no draw will measure
+
+
+def build_batch(plan: SchedulerOutput) -> tuple[StepBatch, RowPlan]:
+    """Lay the plan's tokens out in its own order; every array int32 and C-contiguous."""
+    scheduled = plan.scheduled
+    token_ids: list[int] = []
+    query_start = np.zeros(len(scheduled) + 1, np.int32)
+    context_lens = np.empty(len(scheduled), np.int32)
+    for index, item in enumerate(scheduled):
+        if item.num_tokens == 1:
+            token_ids.append(item.seq.token_ids[item.start])
+        else:
+            token_ids += item.seq.token_ids[item.start : item.end]
+        query_start[index + 1] = len(token_ids)
+        context_lens[index] = item.end
+    counts = np.diff(query_start)
+    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(context_lens - query_start[1:], counts)
+    logit_rows, rows = _plan_rows(scheduled, query_start.tolist())
+    batch = StepBatch(
+        token_ids=np.array(token_ids, np.int32),
+        positions=positions,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=_block_tables(scheduled),
+        logit_rows=np.array(logit_rows, np.int32),
+    )
+    return batch, rows
+
+
+def _block_tables(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    widths = [-(-item.end // BLOCK_SIZE) for item in scheduled]
+    tables = np.zeros((len(scheduled), max(widths, default=0)), np.int32)
+    for index, (item, width) in enumerate(zip(scheduled, widths, strict=True)):
+        tables[index, :width] = item.block_table[:width]
+    return tables
+
+
+def _plan_rows(scheduled: tuple[ScheduledSequence, ...], query_start: list[int]) -> tuple[list[int], RowPlan]:
+    logit_rows: list[int] = []
+    rows = RowPlan([], [], [])
+    for index, item in enumerate(scheduled):
+        seq, base = item.seq, query_start[index] - item.start
+        if seq.params.prompt_logprobs is not None:
+            _add_span(rows.prompts, logit_rows, seq, base, item.start, min(item.end, seq.num_prompt_tokens - 1))
+        if seq.num_forced_tokens > seq.clock.count:
+            first = max(item.start, seq.num_prompt_tokens - 1 + seq.clock.count)
+            last = min(item.end, seq.num_prompt_tokens + seq.num_forced_tokens - 1)
+            _add_span(rows.replays, logit_rows, seq, base, first, last)
+        if item.samples and seq.max_output_tokens > 0:
+            rows.draws.append((seq, len(logit_rows)))
+            logit_rows.append(query_start[index + 1] - 1)
+    return logit_rows, rows
+
+
+def _add_span(
+    spans: list[RowSpan], logit_rows: list[int], seq: Sequence, base: int, begin: int, end: int
+) -> None:
+    if begin < end:
+        spans.append(RowSpan(seq, begin, len(logit_rows), end - begin))
+        logit_rows.extend(range(base + begin, base + end))
