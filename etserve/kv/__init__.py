@@ -1,0 +1,1 @@
+"""Which blocks hold whose keys and values: bookkeeping only. Knows no tensors and no scheduling."""

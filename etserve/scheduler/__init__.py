@@ -1,0 +1,1 @@
+"""What runs next. Knows no tensors, no text and no model."""

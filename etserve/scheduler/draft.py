@@ -1,0 +1,66 @@
+"""A step's plan while it is made, and the queues it is made from."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from etserve.scheduler.policy import RankFunction
+from etserve.scheduler.types import ScheduledSequence, SchedulerOutput
+from etserve.sequence import Sequence
+
+
+class RankedQueue:
+    """Sequences in the order of a rank that is unique and stays the same while they are in here."""
+
+    def __init__(self, rank: RankFunction) -> None:
+        self._rank = rank
+        self._items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Go through a snapshot, best first: the queue may change meanwhile."""
+        return iter(self._items.copy())
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._items.copy())
+
+    def __contains__(self, seq: Sequence) -> bool:
+        index = bisect_left(self._items, self._rank(seq), key=self._rank)
+        return index < len(self._items) and self._items[index] is seq
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._items, seq, key=self._rank)
+
+    def remove(self, seq: Sequence) -> None:
+        """Raises ValueError if the sequence is not in here."""
+        index = bisect_left(self._items, self._rank(seq), key=self._rank)
+        if index == len(self._items) or self._items[index] is not seq:
+            raise ValueError(f"sequence {seq.seq_id} is not queued")
+        del self._items[index]
+
+
+class StepDraft:
+    """What has been planned so far; tokens given out never exceed the budget."""
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget  # tokens left
+        self.preempted: list[Sequence] = []
+        self.admitted: list[Sequence] = []
+        self._decodes: list[ScheduledSequence] = []
+        self._prefills: list[ScheduledSequence] = []
+
+    def add(self, seq: Sequence, num_tokens: int, block_table: list[int], is_decode: bool) -> None:
+        item = ScheduledSequence(seq, seq.num_computed_tokens, num_tokens, block_table, is_decode)
+        (self._decodes if is_decode else self._prefills).append(item)
+        self.budget -= num_tokens
+        seq.last_scheduled_step = self.step
+
+    def freeze(self) -> SchedulerOutput:
+        return SchedulerOutput(
+            step=self.step,
+            scheduled=(*self._decodes, *self._prefills),
+            preempted=tuple(self.preempted),
+            admitted=tuple(self.admitted),
+        )

@@ -1,0 +1,239 @@
+"""Hands out each step's tokens and blocks, and takes in what the step gave. Knows no tensors, text or model.
+
+One quantity: `num_computed_tokens` chases `num_tokens`. A step computes a piece of that gap for each chosen sequence.
+"""
+
+from collections.abc import Callable, Collection
+
+from etserve.errors import PromptTooLongError, RequestError
+from etserve.kv.manager import KVCacheManager
+from etserve.outputs import FinishReason
+from etserve.scheduler.draft import RankedQueue, StepDraft
+from etserve.scheduler.policy import RankFunction, fcfs
+from etserve.scheduler.types import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
+from etserve.sequence import Sequence, Status
+
+_PREFILL_SHARE = 4  # decodes leave 1/4 of the budget while a prompt is to be computed, so that neither side starves
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine.
+
+    A running sequence holds blocks for all tokens known at its admission; after that it grows block by block, and
+    when there is none, the worst-ranked running sequence is preempted: it loses its blocks and waits again, where it
+    ranks before everyone of its priority who came later. What it had computed is recomputed or found in the cache.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        eos_token_ids: Collection[int],
+        now: Callable[[], float],
+        rank: RankFunction = fcfs,
+    ) -> None:
+        """`now` is the engine's monotonic clock in seconds. Raises ValueError if a limit is too small to run."""
+        if max_num_seqs < 1 or max_step_tokens < 2:
+            raise ValueError(f"a step needs a sequence and 2 tokens, got {max_num_seqs} and {max_step_tokens}")
+        self.kv = kv
+        self._max_num_seqs = max_num_seqs
+        self._max_step_tokens = max_step_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._now = now
+        self._rank = rank
+        self._waiting = RankedQueue(rank)
+        self._running = RankedQueue(rank)
+        self._num_waiting_tokens = 0
+        self._step = -1
+
+    @property
+    def has_work(self) -> bool:
+        return bool(len(self._running) or len(self._waiting))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens of the waiting sequences, whether or not the prefix cache will spare them."""
+        return self._num_waiting_tokens
+
+    def add(self, seq: Sequence) -> None:
+        """Let a new sequence wait. Raises RequestError without a token, PromptTooLongError if it can never fit."""
+        if not seq.token_ids:
+            raise RequestError("The prompt is empty.", param="prompt")
+        # the last token drawn is never computed
+        num_tokens = max(seq.num_tokens, seq.num_prompt_tokens + seq.max_output_tokens - 1)
+        if num_tokens > self.kv.max_tokens:
+            raise PromptTooLongError(num_tokens, self.kv.max_tokens)
+        self._wait(seq)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step. While there is work, the plan is never empty."""
+        self._step += 1
+        draft = StepDraft(self._step, self._max_step_tokens)
+        self._continue_decodes(draft, self._decode_budget())
+        self._continue_prefills(draft)
+        if not draft.preempted:  # memory is short: whoever came in now would only take turns with the preempted
+            self._admit_waiting(draft)
+        self._continue_decodes(draft, draft.budget)
+        return draft.freeze()
+
+    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Sequence]:
+        """Take in what a step computed and drew; return the sequences that it finished.
+
+        A sequence finished since the plan was made is left as it is.
+        """
+        now = self._now()
+        live = [item for item in plan.scheduled if item.seq.status is Status.RUNNING]
+        return [item.seq for item in live if self._advance(item, output, now)]
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> bool:
+        """End a sequence in whatever state it is; False if it had ended before."""
+        if seq.status is Status.FINISHED:
+            return False
+        if seq.status is Status.RUNNING:
+            self._running.remove(seq)
+        elif seq in self._waiting:
+            self._stop_waiting(seq)
+        self.kv.free(seq, keep_content=reason != "error")
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+        return True
+
+    # --- planning
+
+    def _decode_budget(self) -> int:
+        """Return how many tokens decodes may take before prompts get theirs."""
+        has_seat = len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
+        if has_seat or any(not _is_decode(seq) for seq in self._running):
+            return self._max_step_tokens - max(1, self._max_step_tokens // _PREFILL_SHARE)
+        return self._max_step_tokens
+
+    def _continue_decodes(self, draft: StepDraft, num_tokens: int) -> None:
+        """Give one token to each decoding sequence that has none yet, the longest unserved first if not all get one."""
+        if num_tokens <= 0:
+            return
+        decodes = [seq for seq in self._running if seq.last_scheduled_step != draft.step and _is_decode(seq)]
+        if len(decodes) > num_tokens:
+            decodes.sort(key=lambda seq: seq.last_scheduled_step)
+        for seq in decodes[:num_tokens]:
+            self._continue(draft, seq)
+
+    def _continue_prefills(self, draft: StepDraft) -> None:
+        for seq in self._running:
+            if draft.budget == 0:
+                return
+            if seq.last_scheduled_step != draft.step and not _is_decode(seq):
+                self._continue(draft, seq)
+
+    def _continue(self, draft: StepDraft, seq: Sequence) -> None:
+        """Compute the next tokens of a running sequence, at the cost of worse-ranked ones if it needs their blocks."""
+        if seq.status is not Status.RUNNING:  # preempted a moment ago
+            return
+        num_tokens = min(seq.num_uncomputed_tokens, draft.budget)
+        while not self.kv.reserve(seq, seq.num_computed_tokens + num_tokens):
+            victim = self._find_victim(draft)
+            self._preempt(draft, victim)
+            if victim is seq:
+                return
+        draft.add(seq, num_tokens, self.kv.block_table(seq), _is_decode(seq))
+
+    def _find_victim(self, draft: StepDraft) -> Sequence:
+        """Return the worst-ranked running sequence that this step does not compute yet."""
+        return next(seq for seq in reversed(self._running) if seq.last_scheduled_step != draft.step)
+
+    def _preempt(self, draft: StepDraft, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self.kv.preempt(seq)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        self._wait(seq)
+        draft.preempted.append(seq)
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        """Let sequences in, best rank first, until a seat, the budget or the blocks run out.
+
+        Nobody overtakes one for whom only blocks are missing; one whose prefix is being computed is passed over.
+        """
+        for seq in self._waiting:
+            if draft.budget == 0 or len(self._running) >= self._max_num_seqs:
+                return
+            if self._has_leader(seq):
+                continue
+            # each running sequence may soon need one block more: do not let in what would be preempted at once
+            headroom = len(self._running) + 1 if len(self._running) else 0
+            num_cached = self.kv.admit(seq, headroom)
+            if num_cached is None:
+                return
+            self._start(draft, seq, num_cached)
+
+    def _has_leader(self, seq: Sequence) -> bool:
+        """Someone better-ranked is computing the very block that this one needs next: waiting for it is cheaper."""
+        leader = self.kv.find_leader(seq)
+        return leader is not None and self._rank(leader) < self._rank(seq)
+
+    def _start(self, draft: StepDraft, seq: Sequence, num_cached: int) -> None:
+        self._stop_waiting(seq)
+        seq.status = Status.RUNNING
+        seq.num_computed_tokens = num_cached
+        self._running.add(seq)
+        if seq.first_scheduled_seconds is None:
+            seq.first_scheduled_seconds = self._now()
+            seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)
+            draft.admitted.append(seq)
+        self._continue(draft, seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        self._waiting.add(seq)
+        self._num_waiting_tokens += seq.num_tokens
+
+    def _stop_waiting(self, seq: Sequence) -> None:
+        self._waiting.remove(seq)
+        self._num_waiting_tokens -= seq.num_tokens
+
+    # --- taking in
+
+    def _advance(self, item: ScheduledSequence, output: ModelRunnerOutput, now: float) -> bool:
+        """Move one sequence on by what was computed; True if that ended it."""
+        seq = item.seq
+        seq.flops += output.flops.get(seq.seq_id, 0.0)
+        if seq.seq_id in output.failed:
+            return self.finish(seq, "error")
+        samples = item.samples
+        seq.num_computed_tokens = item.end
+        self.kv.commit(seq)
+        if not samples:
+            return False
+        if seq.num_output_tokens >= seq.max_output_tokens:  # the prompt was to be scored only
+            return self.finish(seq, "length")
+        self._append(seq, output.sampled[seq.seq_id], now)
+        reason = self._finish_reason(seq)
+        return reason is not None and self.finish(seq, reason)
+
+    def _append(self, seq: Sequence, sampled: Sampled, now: float) -> None:
+        seq.token_ids.append(sampled.token_id)
+        seq.clock = seq.clock.observe(sampled.entropy_nats)
+        if seq.first_token_seconds is None:
+            seq.first_token_seconds = now
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        """Say whether the token just drawn is the last. `min_tokens` of them come before any that stops."""
+        token_id, params = seq.token_ids[-1], seq.params
+        is_stop = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
+        if is_stop and seq.num_output_tokens > params.min_tokens:
+            return "stop"
+        return "length" if seq.num_output_tokens >= seq.max_output_tokens else None
+
+
+def _is_decode(seq: Sequence) -> bool:
+    """Only the latest output token is to be computed."""
+    return seq.num_uncomputed_tokens == 1 and seq.num_output_tokens > 0
