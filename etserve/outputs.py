@@ -18,6 +18,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower is served earlier among the waiting
     cache_salt: bytes = b""  # mixed into the first prefix-cache hash: requests share blocks only under one salt
     forced_output: list[list[int]] = []  # per choice: tokens already sent to the client before an engine restart
+    finished_choices: list[int] = []  # choices that had ended before an engine restart: not run again
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

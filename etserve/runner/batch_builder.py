@@ -6,7 +6,7 @@ import numpy as np
 
 from etserve.attention.batch import StepBatch
 from etserve.config import BLOCK_SIZE
-from etserve.scheduler.types import ScheduledSequence, SchedulerOutput
+from etserve.plan import ScheduledSequence, SchedulerOutput
 from etserve.sequence import Sequence
 
 

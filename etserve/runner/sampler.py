@@ -11,7 +11,7 @@ from etserve.kernels import rows
 from etserve.outputs import TokenLogprobs
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
 from etserve.runner.penalties import TokenCounts, has_penalties
-from etserve.scheduler.types import Sampled
+from etserve.plan import Sampled
 from etserve.sequence import Sequence
 
 Row = NDArray[np.float32]
