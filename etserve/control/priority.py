@@ -203,4 +203,4 @@ def _key(candidate: Candidate, median: float, config: PriorityConfig, step: int)
 def _draw(candidate: Candidate, step: int) -> float:
     """Return a number in [0, 1) keyed by seed, arrival and step: the same on every machine."""
     text = f"{candidate.seed}:{candidate.arrival}:{step}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2.0**64
+    return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) / 2.0**53

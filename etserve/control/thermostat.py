@@ -1,9 +1,9 @@
 """The micro loop: a temperature for each token, steered by entropy. Knows no logits; draws nothing.
 
-Section 6 of the entropic-control page. Per choice one `Thermostat`, replaced at each output token: a value that survives
-preemption and retries with its sequence. With u = ln T the identity dH/du = V (varentropy) makes du = kappa * e / V a
-Newton step, whatever the vocabulary. H_ctl and V are measured after bias, penalties and grammar, at the temperature in
-force, before top-k, top-p and min-p. Units: nats.
+Section 6 of the entropic-control page. Per choice one `Thermostat`, replaced at each output token: a value that
+survives preemption and retries with its sequence. With u = ln T the identity dH/du = V (varentropy) makes
+du = kappa * e / V a Newton step, whatever the vocabulary. H_ctl and V are measured after bias, penalties and grammar,
+at the temperature in force, before top-k, top-p and min-p. Units: nats.
 """
 
 import math
