@@ -18,7 +18,18 @@
   void attention(const AttentionArgs&, Team&);      \
   void row_pass(const RowPassArgs&, Team&);         \
   void sample(const SampleArgs&, Team&);            \
+  void matmul(const MatmulArgs&, Team&);            \
+  void rms_norm(const NormArgs&, Team&);            \
+  void rope_and_write(const RopeArgs&, Team&);      \
+  void silu_mul(const SiluMulArgs&, Team&);         \
+  void round_rows(const RoundArgs&, Team&);         \
+  float dot_in_registers(DType, int64_t);           \
+  float read_bytes(const void*, int64_t);           \
   }
+
+#define ETSERVE_DECODER_KERNELS(isa)                                                             \
+  &isa::matmul, &isa::rms_norm, &isa::rope_and_write, &isa::silu_mul, &isa::round_rows,          \
+      &isa::dot_in_registers, &isa::read_bytes
 
 namespace etserve::cpu {
 
@@ -34,6 +45,7 @@ struct Isa {
   const char* name;
   bool (*is_supported)();
   KernelTable kernels;
+  DecoderKernels decoder_kernels;
 };
 
 bool always() { return true; }
@@ -54,10 +66,10 @@ bool has_avx512() {
 #endif
 
 const Isa kIsas[] = {
-    {"generic", always, {"generic", ETSERVE_ROW_KERNELS(generic)}},
+    {"generic", always, {"generic", ETSERVE_ROW_KERNELS(generic)}, {ETSERVE_DECODER_KERNELS(generic)}},
 #if defined(ETSERVE_X86)
-    {"avx2", has_avx2, {"avx2", ETSERVE_ROW_KERNELS(avx2)}},
-    {"avx512", has_avx512, {"avx512", ETSERVE_ROW_KERNELS(avx512)}},
+    {"avx2", has_avx2, {"avx2", ETSERVE_ROW_KERNELS(avx2)}, {ETSERVE_DECODER_KERNELS(avx2)}},
+    {"avx512", has_avx512, {"avx512", ETSERVE_ROW_KERNELS(avx512)}, {ETSERVE_DECODER_KERNELS(avx512)}},
 #endif
 };
 
@@ -107,5 +119,7 @@ void use_isa(const std::string& name) {
 }
 
 const KernelTable& kernels() { return current().kernels; }
+
+const DecoderKernels& decoder_kernels() { return current().decoder_kernels; }
 
 }  // namespace etserve::cpu

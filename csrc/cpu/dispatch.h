@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "matrix.h"
 
 namespace etserve::cpu {
 
@@ -12,7 +13,8 @@ const char* isa_name();                    // "generic", "avx2", "avx512"
 std::vector<std::string> available_isas();  // that this processor runs, weakest first
 void use_isa(const std::string& name);     // for tests; not while kernels run. Throws std::invalid_argument
 
-const KernelTable& kernels();  // of the set in use
+const KernelTable& kernels();                 // of the set in use
+const DecoderKernels& decoder_kernels();      // likewise
 
 }  // namespace etserve::cpu
 

@@ -9,6 +9,8 @@
 namespace nb = nanobind;
 using namespace etserve::cpu;
 
+void bind_matrix(nb::module_& m);
+void bind_decoder(nb::module_& m);
 #if defined(ETSERVE_HAS_ROWS)
 void bind_rows(nb::module_& m);
 #endif
@@ -22,6 +24,8 @@ NB_MODULE(_cpu, m) {
   m.def("set_num_threads", [](int count) { nb::gil_scoped_release nogil; set_num_threads(count); }, nb::arg("count"),
         "Replace the pool by one of `count` threads, the caller included; not while kernels run.");
   m.def("num_threads", [] { return global_pool().size(); });
+  bind_matrix(m);
+  bind_decoder(m);
 #if defined(ETSERVE_HAS_ROWS)
   bind_rows(m);
 #endif

@@ -1,0 +1,98 @@
+// A whole decoder-only transformer step in one call: every layer runs inside one Pool::run, member by member in step.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace etserve::cpu {
+
+struct LayerWeights {
+  PackedMatrix qkv;      // rows of q, then k, then v
+  PackedMatrix o;
+  PackedMatrix gate_up;  // paired
+  PackedMatrix down;
+  const float* input_norm;  // [hidden]
+  const float* post_norm;   // [hidden]
+  const float* q_norm;      // null, or [head_dim]
+  const float* k_norm;
+};
+
+struct DecoderShape {
+  int hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, vocab, max_position, window;
+  float eps;
+  DType kv_type;
+};
+
+// Pointers into the caller's arrays; the meaning is that of StepBatch (etserve/attention/batch.py).
+struct Step {
+  const int32_t* token_ids;     // [num_tokens]
+  const int32_t* positions;     // [num_tokens]
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs][max_blocks]
+  const int32_t* logit_rows;    // [num_rows], ascending
+  int64_t num_tokens, num_seqs, max_blocks, num_rows;
+  void* kv;  // [layer][num_blocks][2][num_kv_heads][16 * head_dim]
+  int64_t num_blocks;
+};
+
+// Memory that grows, aligned to cache lines. New memory is zero: the padding of rows relies on it.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { std::free(data_); }
+  void reserve(int64_t num_bytes);
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+class Decoder {
+ public:
+  // `embedding` is null (rows are read from the packed head) or row-major [vocab][hidden] of type `embedding_type`.
+  // All memory behind the pointers stays the caller's and must outlive the decoder.
+  Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, const float* final_norm, const PackedMatrix& head,
+          const void* embedding, DType embedding_type, const float* cos, const float* sin);
+
+  // Writes the step's KV entries and the final-normed hidden states of logit_rows, f32 [num_rows][hidden].
+  // Throws std::invalid_argument, before anything is written, if the step points out of range.
+  void forward(const Step& step, float* hidden);
+
+  // hidden f32 [rows][hidden] -> out f32 [rows][vocab]
+  void logits(const float* hidden, int64_t rows, float* out);
+
+ private:
+  void check(const Step& step) const;
+  void reserve(const Step& step, int team_size);
+  void embed(const Step& step, Team& team) const;
+  void run_layers(const Step& step, float* hidden, Team& team) const;
+  void attend(const LayerWeights& layer, const Step& step, char* kv, bool wants_output, Team& team) const;
+  void feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const;
+  void norm(const float* x, const float* weight, int64_t rows, Team& team) const;
+  int64_t attention_size() const { return int64_t{shape_.num_heads} * shape_.head_dim; }
+  int64_t activation_bytes() const { return head_.activation() == DType::bf16 ? 2 : 4; }
+
+  DecoderShape shape_;
+  std::vector<LayerWeights> layers_;
+  const float* final_norm_;
+  PackedMatrix head_;
+  const void* embedding_;
+  DType embedding_type_;
+  const float* cos_;
+  const float* sin_;
+  int64_t hidden_stride_, mlp_stride_;  // of activation rows, in elements
+  Buffer residual_, normed_, qkv_, q_, attended_, mlp_, slots_, scratch_;
+  Buffer row_residual_, row_attended_;  // the rows whose logits are wanted, in the last layer
+  Buffer rounded_;
+};
+
+}  // namespace etserve::cpu

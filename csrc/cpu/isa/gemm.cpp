@@ -1,0 +1,195 @@
+// y = x W^T over packed weights. See matrix.h for the layout and the promise about the order of reduction.
+#include "matrix.h"
+#include "vec16.h"
+
+namespace etserve::cpu::ETSERVE_ISA {
+namespace {
+
+constexpr int kPrefetchBytes = 1024;  // how far ahead of the multiply-adds a weight panel is fetched
+
+struct Tile {
+  const MatmulArgs* args;
+  const char* w;         // the first panel of the tile
+  int64_t panel_bytes;
+  int64_t row, panel;    // of the tile's corner
+};
+
+// One multiply-add step along k: how weights are loaded, activations broadcast and both combined.
+struct Bf16Step {
+  using X = uint16_t;
+  using W = WeightBf16;
+  using B = PairBf16;
+  static constexpr int kDepth = 2, kBytes = 64;
+  ETSERVE_INLINE W load(const char* p) { return load_bf16_pairs(reinterpret_cast<const uint16_t*>(p)); }
+  ETSERVE_INLINE B broadcast(const X* p) { return broadcast_pair(p); }
+  ETSERVE_INLINE Vec step(Vec acc, W w, B x) { return dot_pairs(acc, w, x); }
+};
+
+struct F32Step {
+  using X = float;
+  using W = Vec;
+  using B = Vec;
+  static constexpr int kDepth = 1, kBytes = 64;
+  ETSERVE_INLINE W load(const char* p) { return vec_load(reinterpret_cast<const float*>(p)); }
+  ETSERVE_INLINE B broadcast(const X* p) { return vec_set(*p); }
+  ETSERVE_INLINE Vec step(Vec acc, W w, B x) { return vec_fma(w, x, acc); }
+};
+
+struct F16Step : F32Step {
+  static constexpr int kBytes = 32;
+  ETSERVE_INLINE W load(const char* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+};
+
+ETSERVE_INLINE Vec add_bias(Vec y, const float* bias, int64_t column, int64_t count) {
+  if (!bias) return y;
+  return vec_add(y, count == kPanel ? vec_load(bias + column) : vec_load_part(bias + column, count));
+}
+
+ETSERVE_INLINE void write_f32(const MatmulArgs& a, int64_t row, int64_t panel, Vec y) {
+  const int64_t column = panel * kPanel;
+  const int64_t count = a.w.n - column < kPanel ? a.w.n - column : kPanel;
+  float* out = static_cast<float*>(a.out) + row * a.out_stride + column;
+  y = add_bias(y, a.w.bias, column, count);
+  const bool adds = a.epilogue == Epilogue::add;
+  if (count == kPanel) {
+    vec_store(out, adds ? vec_add(vec_load(out), y) : y);
+  } else {
+    vec_store_part(out, adds ? vec_add(vec_load_part(out, count), y) : y, count);
+  }
+}
+
+ETSERVE_INLINE void write_silu_mul(const MatmulArgs& a, int64_t row, int64_t panel, Vec gate, Vec up) {
+  const int64_t column = panel / 2 * kPanel;
+  const int64_t count = a.w.n - column < kPanel ? a.w.n - column : kPanel;
+  gate = add_bias(gate, a.w.bias, column, count);
+  if (a.w.bias) up = add_bias(up, a.w.bias + a.w.n, column, count);
+  const Vec y = vec_mul(vec_silu(gate), up);
+  const int64_t at = row * a.out_stride + column;
+  if (a.w.activation() == DType::bf16) {
+    uint16_t* out = static_cast<uint16_t*>(a.out) + at;
+    count == kPanel ? store_bf16(out, y) : store_bf16_part(out, y, count);
+  } else {
+    float* out = static_cast<float*>(a.out) + at;
+    count == kPanel ? vec_store(out, y) : vec_store_part(out, y, count);
+  }
+}
+
+template <class S, int ROWS, int PANELS>
+void compute_tile(const Tile& t) {
+  const MatmulArgs& a = *t.args;
+  const typename S::X* x = static_cast<const typename S::X*>(a.x) + t.row * a.x_stride;
+  const int64_t stride = a.x_stride, panel_bytes = t.panel_bytes, steps = a.w.padded_k() / S::kDepth;
+  Vec acc[ROWS][PANELS];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+  const char* w = t.w;
+  for (int64_t s = 0; s < steps; ++s, x += S::kDepth, w += S::kBytes) {
+    typename S::W weights[PANELS];
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) {
+      prefetch(w + j * panel_bytes + kPrefetchBytes);
+      weights[j] = S::load(w + j * panel_bytes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i) {
+      const typename S::B value = S::broadcast(x + i * stride);
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) acc[i][j] = S::step(acc[i][j], weights[j], value);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) {
+    if constexpr (PANELS > 1) {
+      if (a.epilogue == Epilogue::silu_mul) {
+#pragma GCC unroll 2
+        for (int j = 0; j < PANELS; j += 2) write_silu_mul(a, t.row + i, t.panel + j, acc[i][j], acc[i][j + 1]);
+        continue;
+      }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) write_f32(a, t.row + i, t.panel + j, acc[i][j]);
+  }
+}
+
+template <class S, int PANELS, int ROWS>
+void compute_rows(const Tile& t, int rows) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) return compute_tile<S, ROWS, PANELS>(t);
+    compute_rows<S, PANELS, ROWS - 1>(t, rows);
+  }
+}
+
+// All rows against PANELS panels: the panels stay in the cache while the rows stream by, in tiles of nearly equal height.
+template <class S, int PANELS, int MAX_ROWS>
+void compute_panels(Tile t) {
+  const int64_t m = t.args->m, tiles = (m + MAX_ROWS - 1) / MAX_ROWS;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t end = m * (i + 1) / tiles;
+    compute_rows<S, PANELS, MAX_ROWS>(t, static_cast<int>(end - t.row));
+    t.row = end;
+  }
+}
+
+template <class S>
+void matmul_with(const MatmulArgs& a, Team& team) {
+  const int64_t panel_bytes = kPanel * a.w.padded_k() * a.w.element_size();
+  const char* data = static_cast<const char*>(a.w.data);
+  int64_t begin, end;
+  team.split(a.w.num_panels(), a.w.paired ? 2 : 1, &begin, &end);
+  int64_t panel = begin;
+  const auto tile = [&] { return Tile{&a, data + panel * panel_bytes, panel_bytes, 0, panel}; };
+  if (a.m <= kMaxRows4)
+    for (; panel + 4 <= end; panel += 4) compute_panels<S, 4, kMaxRows4>(tile());
+  for (; panel + 2 <= end; panel += 2) compute_panels<S, 2, kMaxRows2>(tile());
+  if (panel < end) compute_panels<S, 1, kMaxRows2>(tile());
+}
+
+}  // namespace
+
+void matmul(const MatmulArgs& args, Team& team) {
+  switch (args.w.type) {
+    case DType::bf16: return matmul_with<Bf16Step>(args, team);
+    case DType::f32: return matmul_with<F32Step>(args, team);
+    case DType::f16: return matmul_with<F16Step>(args, team);
+  }
+}
+
+float dot_in_registers(DType type, int64_t iterations) {
+  Vec acc[kDotChains];
+  for (int i = 0; i < kDotChains; ++i) acc[i] = vec_set(static_cast<float>(i));
+  alignas(64) uint16_t ones[32];
+  for (uint16_t& v : ones) v = to_bf16(1e-3f);
+  const WeightBf16 pairs = load_bf16_pairs(ones);
+  const PairBf16 pair = broadcast_pair(ones);
+  const Vec weight = vec_set(1e-3f), value = vec_set(1e-3f);
+  if (type == DType::bf16) {
+    for (int64_t n = 0; n < iterations; ++n)
+#pragma GCC unroll 12
+      for (int i = 0; i < kDotChains; ++i) acc[i] = dot_pairs(acc[i], pairs, pair);
+  } else {
+    for (int64_t n = 0; n < iterations; ++n)
+#pragma GCC unroll 12
+      for (int i = 0; i < kDotChains; ++i) acc[i] = vec_fma(weight, value, acc[i]);
+  }
+  Vec sum = vec_set(0.0f);
+  for (int i = 0; i < kDotChains; ++i) sum = vec_add(sum, acc[i]);
+  return vec_sum(sum);
+}
+
+float read_bytes(const void* data, int64_t num_bytes) {
+  Vec acc[4] = {vec_set(0.0f), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
+  const float* p = static_cast<const float*>(data);
+  for (const float* end = p + num_bytes / 4; p < end; p += 64) {
+    prefetch(p + 256);
+    prefetch(p + 272);
+    prefetch(p + 288);
+    prefetch(p + 304);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) acc[i] = vec_add(acc[i], vec_load(p + 16 * i));
+  }
+  return vec_sum(vec_add(vec_add(acc[0], acc[1]), vec_add(acc[2], acc[3])));
+}
+
+}  // namespace etserve::cpu::ETSERVE_ISA
