@@ -1,0 +1,165 @@
+"""A scheduler over fake blocks, and a model whose next token depends on what the blocks really contain."""
+
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from etserve.config import BLOCK_SIZE
+from etserve.kv.manager import KVCacheManager
+from etserve.sampling_params import SamplingParams
+from etserve.scheduler.scheduler import Scheduler
+from etserve.scheduler.types import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
+from etserve.sequence import Sequence
+
+EOS = 0
+VOCAB = 50
+
+
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def make_scheduler(
+    num_blocks: int = 100, max_num_seqs: int = 8, max_step_tokens: int = 64, prefix_caching: bool = True
+) -> Scheduler:
+    return Scheduler(
+        KVCacheManager(num_blocks, prefix_caching),
+        max_num_seqs=max_num_seqs,
+        max_step_tokens=max_step_tokens,
+        eos_token_ids=[EOS],
+        now=FakeClock(),
+    )
+
+
+def make_sequence(
+    seq_id: int = 1,
+    num_tokens: int = 20,
+    max_output: int = 4,
+    *,
+    token_ids: list[int] | None = None,
+    forced: Collection[int] = (),
+    priority: int = 0,
+    salt: bytes = b"",
+    params: SamplingParams | None = None,
+) -> Sequence:
+    """Make one that arrives in the order of its id, with a prompt of its own unless told otherwise."""
+    prompt = token_ids if token_ids is not None else [1 + (seq_id * 31 + i) % 97 for i in range(num_tokens)]
+    return Sequence(
+        seq_id=seq_id,
+        request_id=f"r{seq_id}",
+        choice=0,
+        params=params or SamplingParams(ignore_eos=True),
+        seed=seq_id,
+        token_ids=[*prompt, *forced],
+        num_prompt_tokens=len(prompt),
+        max_output_tokens=max_output,
+        arrival_seconds=float(seq_id),
+        priority=priority,
+        cache_salt=salt,
+        num_forced_tokens=len(forced),
+    )
+
+
+def root_state(salt: bytes) -> int:
+    return zlib.crc32(salt)
+
+
+def next_state(state: int, token_id: int) -> int:
+    """Return what a position's keys and values stand for: all tokens up to it."""
+    return hash((state, token_id))
+
+
+def draw(state: int) -> int:
+    """Return the next token after a position: one in 17 is the end."""
+    return EOS if state % 17 == 0 else 1 + state % VOCAB
+
+
+def expected_output(prompt: list[int], salt: bytes, max_output: int, params: SamplingParams) -> list[int]:
+    """Say what a request must give, alone, with no scheduler, no blocks and no cache: the oracle."""
+    state = root_state(salt)
+    for token_id in prompt:
+        state = next_state(state, token_id)
+    output: list[int] = []
+    while len(output) < max_output:
+        output.append(draw(state))
+        state = next_state(state, output[-1])
+        stops = (output[-1] == EOS and not params.ignore_eos) or output[-1] in params.stop_token_ids
+        if stops and len(output) > params.min_tokens:
+            break
+    return output
+
+
+@dataclass
+class GhostModel:
+    """Writes into every slot what it stands for, and reads it back through the block table before going on."""
+
+    kv: KVCacheManager
+    slots: dict[int, list[int | None]] = field(default_factory=dict)  # block -> state of each position in it
+    states: dict[int, list[int]] = field(default_factory=dict)  # seq_id -> the true state after each token
+
+    def execute(self, plan: SchedulerOutput, failing: Collection[int] = ()) -> ModelRunnerOutput:
+        for item in plan.scheduled:
+            self._check_history(item)
+            self._write(item)
+        sampling = [item for item in plan.scheduled if item.samples]
+        return ModelRunnerOutput(
+            sampled={item.seq.seq_id: self._sample(item) for item in sampling if item.seq.seq_id not in failing},
+            failed={item.seq.seq_id: "model_numerics" for item in sampling if item.seq.seq_id in failing},
+            flops={item.seq.seq_id: float(item.num_tokens) for item in plan.scheduled},
+        )
+
+    def _true_states(self, seq: Sequence, num_tokens: int) -> list[int]:
+        states = self.states.setdefault(seq.seq_id, [])
+        for token_id in seq.token_ids[len(states) : num_tokens]:
+            states.append(next_state(states[-1] if states else root_state(seq.cache_salt), token_id))
+        return states
+
+    def _check_history(self, item: ScheduledSequence) -> None:
+        truth = self._true_states(item.seq, item.end)
+        assert item.end <= len(item.block_table) * BLOCK_SIZE, "the table does not cover the step"
+        for begin in range(0, item.start, BLOCK_SIZE):
+            end = min(begin + BLOCK_SIZE, item.start)
+            block = item.block_table[begin // BLOCK_SIZE]
+            assert self.slots.get(block, [])[: end - begin] == truth[begin:end], f"block {block} holds something else"
+
+    def _write(self, item: ScheduledSequence) -> None:
+        truth = self._true_states(item.seq, item.end)
+        for index in range(item.start // BLOCK_SIZE, (item.end - 1) // BLOCK_SIZE + 1):
+            block, base = item.block_table[index], index * BLOCK_SIZE
+            assert block != 0, "the null block is written"
+            assert self.kv._pool.num_refs(block) == 1, f"block {block} is shared, and written"
+            slots = self.slots.setdefault(block, [None] * BLOCK_SIZE)
+            for position in range(max(item.start, base), min(item.end, base + BLOCK_SIZE)):
+                slots[position - base] = truth[position]
+
+    def _sample(self, item: ScheduledSequence) -> Sampled:
+        block = item.block_table[(item.end - 1) // BLOCK_SIZE]
+        state = self.slots[block][(item.end - 1) % BLOCK_SIZE]
+        assert state is not None
+        return Sampled(draw(state), entropy_nats=(state % 1000) / 250.0, varentropy=1.0, temperature=1.0)
+
+
+def run_step(
+    scheduler: Scheduler, model: GhostModel, failing: Collection[int] = ()
+) -> tuple[SchedulerOutput, list[Sequence]]:
+    plan = scheduler.schedule()
+    return plan, scheduler.update(plan, model.execute(plan, failing))
+
+
+def run_until_idle(scheduler: Scheduler, model: GhostModel, max_steps: int = 10_000) -> list[SchedulerOutput]:
+    """Step until nobody is left. Fails if a step plans nothing or there are more than `max_steps`."""
+    plans = []
+    while scheduler.has_work:
+        plan, _ = run_step(scheduler, model)
+        assert plan.scheduled, "work, but an empty step"
+        plans.append(plan)
+        assert len(plans) <= max_steps, "no end in sight"
+    scheduler.kv.audit()
+    assert scheduler.kv.num_active_blocks == 0
+    return plans
