@@ -1,0 +1,6 @@
+"""`python -m etserve`."""
+
+from etserve.cli.main import main
+
+if __name__ == "__main__":
+    main()

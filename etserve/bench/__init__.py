@@ -1,0 +1,1 @@
+"""Load generator for any OpenAI-compatible server: exact token counts, one clock, every request on record."""

@@ -1,0 +1,52 @@
+"""`etserve config`: what a start with these settings would use."""
+
+import json
+from typing import Any
+
+import msgspec
+import typer
+
+from etserve.cli.options import SECTIONS, ConfigFile, read_config, with_config_options
+from etserve.cli.serve import ModelArgument
+from etserve.config import Config
+
+app = typer.Typer(no_args_is_help=True, help="Look at settings.")
+
+
+@app.callback()
+def _group() -> None:
+    """Look at settings."""
+
+
+@app.command()
+@with_config_options("engine", "server")
+def show(
+    model: ModelArgument = None,
+    config: ConfigFile = None,
+    *,
+    flags: dict[str, dict[str, Any]],
+) -> None:
+    """Print every setting as TOML, merged from file, environment and flags. API keys are not shown."""
+    typer.echo(as_toml(read_config(config, flags, model)), nl=False)
+
+
+def as_toml(config: Config) -> str:
+    """A file that gives the same config again, API keys aside. What is unset stands as a comment."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        values: dict[str, Any] = msgspec.to_builtins(getattr(config, section))
+        lines.append(f"[{section}]")
+        for name, value in values.items():
+            if name == "api_keys":
+                lines.append(f"# api_keys: {len(value)} set")
+            elif value is None:
+                lines.append(f"# {name} is not set")
+            else:
+                lines.append(f"{name} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """TOML spells strings, numbers, booleans and arrays of them as JSON does."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

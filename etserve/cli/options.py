@@ -1,0 +1,138 @@
+"""One command-line option per field of a config struct, so that no setting lacks its flag."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+import typer
+
+from etserve.config import Config, EngineConfig, ServerConfig, load_config
+
+# Never on a command line: other users of the machine can read it.
+SECRET_FIELDS = frozenset({"api_keys"})
+# The model is an argument or --model, which each command spells itself.
+OWN_FIELDS = frozenset({"model"})
+
+ENGINE_HELP = {
+    "served_model_name": "Name that clients use. Default: demo, or the file's own name.",
+    "dtype": "Of weights and matrix products. auto: the checkpoint's, bfloat16 for quantised ones.",
+    "kv_dtype": "Of the KV cache.",
+    "backend": "native: our kernels; torch: the slow reference.",
+    "threads": "0: every core this process may use.",
+    "max_model_len": "Longest prompt + output in tokens. Default: the model's own.",
+    "max_num_seqs": "Sequences running at once.",
+    "max_step_tokens": "Tokens computed in one step.",
+    "num_kv_blocks": "KV cache size in blocks of 16 tokens. Default: from the memory options.",
+    "kv_memory_bytes": "KV cache size in bytes.",
+    "memory_fraction": "Share of free memory that the KV cache may take.",
+    "prefix_caching": "Reuse the KV entries of equal prompt beginnings.",
+    "max_waiting_requests": "Queue bound; beyond it requests get 429.",
+    "max_waiting_tokens": "Queue bound in prompt tokens.",
+}
+SERVER_HELP = {
+    "host": "Address to listen on.",
+    "port": "0: any free one.",
+    "insecure": "Listen beyond this machine without API keys.",
+    "api_keys_file": "File with one API key a line.",
+    "allowed_hosts": "Host headers to accept, comma separated. Default: any.",
+    "drain_delay_seconds": "After SIGTERM: not ready, but still accepting.",
+    "drain_timeout_seconds": "After SIGTERM: how long running requests may take to finish.",
+    "header_timeout_seconds": "How long a client may take to send its headers.",
+    "body_timeout_seconds": "How long a client may take to send its body.",
+    "keep_alive_comment_seconds": "Comment on a stream that has been silent for so long.",
+    "max_body_bytes": "Largest request body.",
+    "compat_metrics": "Also export the metric names that vLLM's dashboards look for.",
+    "log_level": "Of the JSON log on standard error.",
+}
+SECTIONS: dict[str, tuple[type[msgspec.Struct], Mapping[str, str]]] = {
+    "engine": (EngineConfig, ENGINE_HELP),
+    "server": (ServerConfig, SERVER_HELP),
+}
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the tables engine and server.")]
+
+
+def with_config_options(*sections: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of these sections; it receives the set ones as `flags={section: {field: value}}`.
+
+    Values stay as typed: load_config checks them, so that a flag, a variable and a file fail with the same words.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        owners = {name: section for section in sections for name in flag_fields(section)}
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(section, name))
+            for name, section in owners.items()
+        ]
+
+        @functools.wraps(command)
+        def wrapped(*args: Any, **values: Any) -> None:
+            flags: dict[str, dict[str, Any]] = {section: {} for section in sections}
+            for name, section in owners.items():
+                flags[section][name] = _parsed(name, values.pop(name, None))
+            command(*args, flags=flags, **values)
+
+        wrapped.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
+        return wrapped
+
+    return decorate
+
+
+def flag_fields(section: str) -> list[str]:
+    """Fields of a section that have a flag."""
+    struct, _ = SECTIONS[section]
+    return [name for name in struct.__struct_fields__ if name not in SECRET_FIELDS | OWN_FIELDS]
+
+
+def read_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]], model: str | None) -> Config:
+    """File < environment < flags, with the model as one of the flags."""
+    merged = {section: dict(values) for section, values in flags.items()}
+    merged.setdefault("engine", {})["model"] = model
+    return load_config(path, merged)
+
+
+def _parsed(name: str, value: Any) -> Any:
+    if name == "allowed_hosts" and value is not None:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _annotation(section: str, name: str) -> Any:
+    struct, helps = SECTIONS[section]
+    field = next(field for field in msgspec.structs.fields(struct) if field.name == name)
+    flag = "--" + name.replace("_", "-")
+    shown, choices = _shown_default(field.default), _choices(field.type)
+    text = (
+        helps[name] + (f" One of {', '.join(choices)}." if choices else "") + (f" Default: {shown}." if shown else "")
+    )
+    panel = section.capitalize()
+    if field.type is bool:
+        declared = f"{flag}/--no-{name.replace('_', '-')}"
+        return Annotated[bool | None, typer.Option(declared, help=text, rich_help_panel=panel, show_default=False)]
+    return Annotated[
+        str | None,
+        typer.Option(flag, help=text, metavar=_metavar(field.type), rich_help_panel=panel, show_default=False),
+    ]
+
+
+def _shown_default(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value is None or value == () else str(value)
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return _metavar(next(part for part in get_args(kind) if part is not type(None)))
+    base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return {int: "N", float: "X"}.get(base, "TEXT")
