@@ -49,13 +49,6 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     message: str  # one line
 
 
-class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not take a request that the front end had let through."""
-
-    request_id: str
-    error_code: str
-
-
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """One engine step. `num_accepted` counts the requests taken from the border since the start."""
 
@@ -65,7 +58,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Configure | AddRequest | AbortRequest | Shutdown
-FromEngine = Ready | StartFailed | RequestRefused | StepDone
+FromEngine = Ready | StartFailed | StepDone
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

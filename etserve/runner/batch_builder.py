@@ -81,9 +81,7 @@ def _plan_rows(scheduled: tuple[ScheduledSequence, ...], query_start: list[int])
     return logit_rows, rows
 
 
-def _add_span(
-    spans: list[RowSpan], logit_rows: list[int], seq: Sequence, base: int, begin: int, end: int
-) -> None:
+def _add_span(spans: list[RowSpan], logit_rows: list[int], seq: Sequence, base: int, begin: int, end: int) -> None:
     if begin < end:
         spans.append(RowSpan(seq, begin, len(logit_rows), end - begin))
         logit_rows.extend(range(base + begin, base + end))

@@ -31,7 +31,7 @@ def _problem(grammar: Grammar) -> str:
     if grammar.kind == "json_schema" and (problem := _schema_problem(grammar.schema)):
         return problem
     try:
-        import llguidance  # noqa: PLC0415 (an extra)
+        import llguidance
     except ImportError:
         return "Structured output needs the extra 'structured': pip install 'etserve[structured]'."
     fault = llguidance.LLMatcher.validate_grammar(_compile(grammar), None, limits=_limits())
@@ -71,14 +71,14 @@ def _depth(text: str) -> int:
 
 
 def _compile(grammar: Grammar) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415
+    from llguidance import LLMatcher
 
     schema = grammar.schema if grammar.kind == "json_schema" else _ANY_OBJECT
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
 
 
 def _limits() -> "LLParserLimits":
-    from llguidance import LLParserLimits  # noqa: PLC0415
+    from llguidance import LLParserLimits
 
     return LLParserLimits(max_grammar_size=100_000, initial_lexer_fuel=500_000, verbose_errors=False)
 
@@ -102,13 +102,13 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _tokenizer(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(_Vocabulary(self)), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
 
     def matcher(self, grammar: Grammar) -> "GrammarMatcher":
         """Raises RequestError if the grammar cannot be compiled."""
-        from llguidance import LLMatcher  # noqa: PLC0415
+        from llguidance import LLMatcher
 
         validate_grammar(grammar)
         matcher = LLMatcher(self._tokenizer, _compile(grammar), log_level=0, limits=_limits())

@@ -6,9 +6,9 @@ import torch
 
 from etserve.control.cost import ModelShape, count_layer_parameters, dense_flops, dense_kv_bytes
 from etserve.models.types import Decoder, DecoderSpec
+from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
 from etserve.runner.sampler import Sampler, entropies, prompt_logprobs
-from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.sequence import Sequence
 
 MAX_LOGIT_ROWS = 64  # logits are made for so many rows at a time: 12 MB at 49k tokens, whatever the batch

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from etserve.control.keyed_random import uniform
 from etserve.kernels import rows
 from etserve.outputs import TokenLogprobs
+from etserve.plan import Sampled
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
 from etserve.runner.penalties import TokenCounts, has_penalties
-from etserve.plan import Sampled
 from etserve.sequence import Sequence
 
 Row = NDArray[np.float32]
@@ -64,7 +64,7 @@ class _Wishes:
         return True
 
     def _mask_ends(self, row: Row) -> None:
-        """Forbid the ends, unless the grammar allows nothing else: then the output is over, whatever min_tokens says."""
+        """Forbid the ends, unless the grammar allows nothing else: then the output is over all the same."""
         kept = row[self.end_ids]
         row[self.end_ids] = -np.inf
         if self.matcher is not None and not np.isfinite(row.max()):
@@ -133,9 +133,7 @@ class Sampler:
                 tokens[index] = row.argmax()
 
     @staticmethod
-    def _draw_random(
-        seqs: list[Sequence], logits: torch.Tensor, tokens: NDArray[np.int32], drawn: DrawnRows
-    ) -> None:
+    def _draw_random(seqs: list[Sequence], logits: torch.Tensor, tokens: NDArray[np.int32], drawn: DrawnRows) -> None:
         """Overwrite the tokens of the rows that are not greedy."""
         chosen = [i for i, seq in enumerate(seqs) if not seq.params.is_greedy and seq.seq_id not in drawn.failed]
         if not chosen:

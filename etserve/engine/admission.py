@@ -1,0 +1,85 @@
+"""Who is let in, and what those who are not are told. Plain numbers; no clock of its own, no engine."""
+
+from dataclasses import dataclass
+
+from etserve.config import EngineConfig
+from etserve.errors import OverloadedError, PromptTooLongError, RequestError
+from etserve.outputs import GenerateRequest, ModelInfo, StepStats
+
+_SMOOTHING = 0.05  # weight of one step in the running means
+_MAX_RETRY_SECONDS = 60.0
+
+
+def check_request(request: GenerateRequest, info: ModelInfo) -> None:
+    """Raise RequestError or PromptTooLongError for what the model cannot serve, whatever the load."""
+    prompt, params = request.prompt_token_ids, request.params
+    if not prompt:
+        raise RequestError("The prompt is empty.", param="prompt")
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+        raise RequestError(f"Token ids must be in [0, {info.vocab_size}).", param="prompt")
+    num_output = 1 if params.max_tokens is None else params.max_tokens
+    if len(prompt) + num_output > info.max_model_len:
+        raise PromptTooLongError(len(prompt) + num_output, info.max_model_len)
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if any(not 0 <= token_id < info.vocab_size for token_id in ids):
+            raise RequestError(f"Token ids must be in [0, {info.vocab_size}).", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Running means of what the engine does per second of stepping; zeros until it has stepped."""
+
+    tokens_per_second: float = 0.0
+    tau_nats_per_second: float = 0.0
+    output_tokens: float = 0.0  # per finished choice
+
+    def after_step(self, stats: StepStats) -> "Rates":
+        if stats.step_seconds <= 0.0:
+            return self
+        num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
+        if num_tokens == 0:
+            return self
+        return Rates(
+            tokens_per_second=_mean(self.tokens_per_second, num_tokens / stats.step_seconds),
+            tau_nats_per_second=_mean(self.tau_nats_per_second, stats.tau_nats / stats.step_seconds),
+            output_tokens=self.output_tokens,
+        )
+
+    def after_finish(self, num_output_tokens: int) -> "Rates":
+        return Rates(self.tokens_per_second, self.tau_nats_per_second, _mean(self.output_tokens, num_output_tokens))
+
+    def seconds_for(self, num_prompt_tokens: int, num_choices: int) -> float:
+        """How long so much work takes at the measured rate; 0 if nothing has been measured."""
+        if self.tokens_per_second <= 0.0:
+            return 0.0
+        return (num_prompt_tokens + num_choices * self.output_tokens) / self.tokens_per_second
+
+
+def _mean(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean + _SMOOTHING * (value - mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What stands between a new request and the engine's attention, in choices and known tokens."""
+
+    num_waiting: int  # in the engine, and on the way to it
+    num_waiting_tokens: int
+    num_free_seats: int  # of max_num_seqs
+
+
+def check_queue(queue: Queue, request: GenerateRequest, config: EngineConfig, rates: Rates) -> None:
+    """Raise OverloadedError, with the measured time after which there is room, if the queue is full."""
+    num_choices = request.params.n
+    num_waiting = queue.num_waiting - queue.num_free_seats
+    if num_waiting < 0:
+        return
+    num_tokens = queue.num_waiting_tokens + num_choices * len(request.prompt_token_ids)
+    if num_waiting + num_choices > config.max_waiting_requests:
+        reason = "Too many requests are waiting."
+    elif queue.num_waiting > 0 and num_tokens > config.max_waiting_tokens:
+        reason = "Too many prompt tokens are waiting."
+    else:
+        return
+    seconds = rates.seconds_for(queue.num_waiting_tokens, max(1, queue.num_waiting))
+    raise OverloadedError(reason, min(max(seconds, 1.0), _MAX_RETRY_SECONDS))

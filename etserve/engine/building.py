@@ -1,0 +1,140 @@
+"""From settings to a warm engine: find, load, size, warm up; each phase timed."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from etserve.config import BLOCK_SIZE, EngineConfig
+from etserve.engine.llm_engine import EngineParts, LLMEngine
+from etserve.engine.resources import count_cores, fit_context, free_memory_bytes, num_kv_blocks
+from etserve.kernels import native
+from etserve.kv.manager import KVCacheManager
+from etserve.log import get_logger, log_facts
+from etserve.models.files import resolve_model
+from etserve.models.loader import LoadedModel, load_model
+from etserve.outputs import GenerateRequest, ModelInfo
+from etserve.runner.grammar import GrammarCompiler
+from etserve.runner.model_runner import ModelRunner, model_shape
+from etserve.runner.sampler import Sampler
+from etserve.sampling_params import SamplingParams
+from etserve.scheduler.scheduler import Scheduler
+from etserve.tokenizer.loading import load_tokenizer
+from etserve.tokenizer.tokenizer import Tokenizer
+
+_log = get_logger(__name__)
+
+
+class _Phases:
+    """Seconds by phase, in order."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self.seconds[name] = self._now() - begin
+
+
+def build_engine(config: EngineConfig, now: Callable[[], float] = time.monotonic) -> LLMEngine:
+    """Load the model and return an engine that has run a step. Raises ModelError or ConfigError, one line each."""
+    phases = _Phases(now)
+    set_threads(config.threads)
+    with phases.phase("tokenizer"):
+        files = resolve_model(config.model)
+        tokenizer = load_tokenizer(files)
+    with phases.phase("weights"):
+        loaded = load_model(config, files)
+    with phases.phase("kv_cache"):
+        parts = assemble(config, loaded, tokenizer, config.served_model_name or files.name, phases.seconds, now)
+    engine = LLMEngine(parts)
+    with phases.phase("warm_up"):
+        warm_up(engine)
+    log_facts(
+        _log,
+        logging.INFO,
+        "engine ready",
+        model=parts.info.model_name,
+        backend=parts.info.backend,
+        num_kv_blocks=parts.info.num_kv_blocks,
+        max_model_len=parts.info.max_model_len,
+        seconds=round(sum(phases.seconds.values()), 3),
+    )
+    return engine
+
+
+def set_threads(num_threads: int) -> None:
+    """Give torch and the native kernels so many threads; 0: the cores this process may use."""
+    count = num_threads or count_cores()
+    torch.set_num_threads(count)
+    if native.is_available():
+        native.set_num_threads(count)
+
+
+def assemble(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    model_name: str,
+    startup_seconds: dict[str, float],
+    now: Callable[[], float] = time.monotonic,
+) -> EngineParts:
+    """Size the pool and put scheduler, runner and sampler around a loaded model."""
+    decoder, spec = loaded.decoder, loaded.spec
+    block_bytes = decoder.kv_bytes_per_block()
+    num_blocks = num_kv_blocks(config, block_bytes, loaded.max_model_len, free_memory_bytes())
+    max_model_len = fit_context(config, num_blocks, loaded.max_model_len)
+    if max_model_len < loaded.max_model_len:
+        log_facts(_log, logging.WARNING, "context shortened to what the KV cache holds", max_model_len=max_model_len)
+    eos_token_ids = tuple(loaded.eos_token_ids)
+    grammars = GrammarCompiler(
+        spec.vocab_size,
+        tokenizer.token_bytes,
+        sorted(tokenizer.special_token_ids),
+        eos_token_ids,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    sampler = Sampler(eos_token_ids, grammars)
+    kv_element_bytes = block_bytes / (2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * spec.num_layers)
+    runner = ModelRunner(decoder, num_blocks, sampler, model_shape(spec, kv_element_bytes))
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks, config.prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        eos_token_ids=eos_token_ids,
+        now=now,
+    )
+    info = ModelInfo(
+        model_name=model_name,
+        architecture=spec.architecture,
+        num_parameters=loaded.num_parameters,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        dtype=loaded.dtype,
+        quantization=loaded.quantization,
+        kv_dtype=loaded.kv_dtype,
+        num_kv_blocks=num_blocks - 1,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        eos_token_ids=list(eos_token_ids),
+        backend=decoder.backend,
+        startup_seconds=startup_seconds,
+        weight_bytes=decoder.weight_bytes,
+        kv_cache_bytes=runner.cache_bytes,
+    )
+    return EngineParts(config, info, tokenizer, scheduler, runner, sampler, now)
+
+
+def warm_up(engine: LLMEngine) -> None:
+    """Run one prefill and one decode step, so that the first client pays for no first-time work."""
+    params = SamplingParams(max_tokens=min(2, engine.info.max_model_len - 1), temperature=1.0, seed=0, ignore_eos=True)
+    prompt = [0] * max(1, min(32, engine.info.max_model_len - 2))
+    engine.add_request(GenerateRequest(request_id="warm-up", prompt_token_ids=prompt, params=params))
+    while engine.has_work:
+        engine.step()
