@@ -44,6 +44,7 @@ SERVER_HELP = {
     "header_timeout_seconds": "How long a client may take to send its headers.",
     "body_timeout_seconds": "How long a client may take to send its body.",
     "keep_alive_comment_seconds": "Comment on a stream that has been silent for so long.",
+    "write_timeout_seconds": "How long a client may leave its answer unread.",
     "max_body_bytes": "Largest request body.",
     "compat_metrics": "Also export the metric names that vLLM's dashboards look for.",
     "log_level": "Of the JSON log on standard error.",
@@ -109,7 +110,9 @@ def _annotation(section: str, name: str) -> Any:
     flag = "--" + name.replace("_", "-")
     shown, choices = _shown_default(field.default), _choices(field.type)
     text = (
-        helps[name] + (f" One of {', '.join(choices)}." if choices else "") + (f" Default: {shown}." if shown else "")
+        helps.get(name, name.replace("_", " ") + ".")
+        + (f" One of {', '.join(choices)}." if choices else "")
+        + (f" Default: {shown}." if shown else "")
     )
     panel = section.capitalize()
     if field.type is bool:
