@@ -48,11 +48,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     insecure: bool = False  # allow a non-loopback address without API keys
     api_keys_file: str | None = None  # one key a line; ETSERVE_API_KEYS (comma separated) adds to it
     api_keys: tuple[str, ...] = ()  # from the environment or a TOML file, never from argv
-    allowed_hosts: tuple[str, ...] = ()  # Host header allow-list; empty: any well-formed host
+    allowed_hosts: tuple[str, ...] = ()  # Host headers; empty: any, but loopback names only where no key is needed
     drain_delay_seconds: Seconds = 0.0  # after SIGTERM: not ready, but still accepting
     drain_timeout_seconds: Seconds = 30.0
     header_timeout_seconds: Seconds = 10.0
     body_timeout_seconds: Seconds = 30.0
+    write_timeout_seconds: Seconds = 30.0  # a client that stops reading for so long is dropped
     keep_alive_comment_seconds: Seconds = 10.0  # SSE comment on a silent stream
     max_body_bytes: Positive = 4 * 1024 * 1024
     compat_metrics: bool = False

@@ -1,0 +1,123 @@
+"""Replies of POST /v1/completions, whole or in chunks. Choice i of prompt p has index p * n + i."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from etserve.outputs import SequenceOutput, TokenEntropy
+from etserve.server.logprobs import CompletionLogprobs
+from etserve.server.replies import ReplyFacts, Usage, entropic_summary, entropic_tokens
+
+Logprobs = dict[str, list[Any]]
+
+
+@dataclass(slots=True)
+class _Choice:
+    shaper: CompletionLogprobs | None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    entropies: list[TokenEntropy] = field(default_factory=list)
+    last: SequenceOutput | None = None
+    is_echoed: bool = False
+
+
+class CompletionReply:
+    """Gathers outputs into one object (`add`, `shape`) or turns each into chunks (`opening`, `chunks`).
+
+    `echo` holds the prompts' texts when they are to stand in front of the completions, else None.
+    """
+
+    def __init__(self, facts: ReplyFacts, echo: list[str] | None) -> None:
+        self._facts = facts
+        self._echo = echo
+        self._choices = [_Choice(self._shaper()) for _ in range(len(facts.prompts) * facts.params.n)]
+        self._usage = Usage(facts)
+        self._head = facts.head("text_completion")
+
+    def _shaper(self) -> CompletionLogprobs | None:
+        params = self._facts.params
+        if params.logprobs is None:
+            return None
+        return CompletionLogprobs(self._facts.tokenizer, params.logprobs, params.skip_special_tokens)
+
+    def add(self, prompt_index: int, output: SequenceOutput) -> None:
+        """Take in one output."""
+        choice = self._choices[prompt_index * self._facts.params.n + output.choice]
+        text, logprobs = self._take(choice, prompt_index, output)
+        choice.text.append(text)
+        choice.logprobs += logprobs
+        choice.entropies += output.entropies
+        if output.finish_reason is not None:
+            choice.last = output
+            self._usage.add(prompt_index, output)
+
+    def shape(self) -> dict[str, Any]:
+        """The whole reply, once every choice has finished."""
+        choices = [self._shape_choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._head, "choices": choices, "usage": self._usage.shape()}
+
+    def _shape_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        last = choice.last
+        shaped: dict[str, Any] = {
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": None if choice.shaper is None else _joined(choice.logprobs),
+            "finish_reason": last.finish_reason if last else None,
+            "stop_reason": last.stop_reason if last else None,
+        }
+        if self._facts.trace != "none" and last is not None:
+            shaped["entropic"] = entropic_summary(last.entropy_summary)
+            if self._facts.trace == "tokens":
+                shaped["entropic"]["tokens"] = entropic_tokens(choice.entropies)
+        return shaped
+
+    def opening(self) -> list[dict[str, Any]]:
+        """This route's streams begin with the first text."""
+        return []
+
+    def chunks(self, prompt_index: int, output: SequenceOutput) -> list[dict[str, Any]]:
+        """The chunks of one output: what it added, if anything, and the finish."""
+        chunks = []
+        index = prompt_index * self._facts.params.n + output.choice
+        text, logprobs = self._take(self._choices[index], prompt_index, output)
+        if text or logprobs or output.entropies:
+            chunk = self._chunk(index, text, _joined(logprobs) if logprobs else None, None)
+            if self._facts.trace == "tokens":
+                chunk["choices"][0]["entropic"] = {"tokens": entropic_tokens(output.entropies)}
+            chunks.append(chunk)
+        if output.finish_reason is not None:
+            self._usage.add(prompt_index, output)
+            chunk = self._chunk(index, "", None, output.finish_reason)
+            chunk["choices"][0]["stop_reason"] = output.stop_reason
+            if self._facts.trace != "none":
+                chunk["choices"][0]["entropic"] = entropic_summary(output.entropy_summary)
+            chunks.append(chunk)
+        return chunks
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk that carries the usage, and no choice."""
+        return {**self._head, "choices": [], "usage": self._usage.shape()}
+
+    def _chunk(self, index: int, text: str, logprobs: Logprobs | None, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._head, "choices": [choice]}
+
+    def _take(self, choice: _Choice, prompt_index: int, output: SequenceOutput) -> tuple[str, list[Logprobs]]:
+        """Text and logprobs that this output adds; the choice's first one brings the echoed prompt."""
+        text, logprobs = output.text, []
+        if self._echo is not None and not choice.is_echoed:
+            choice.is_echoed = True
+            text = self._echo[prompt_index] + text
+            if choice.shaper is not None and output.prompt_logprobs is not None:
+                prompt = self._facts.prompts[prompt_index]
+                logprobs.append(choice.shaper.shape(prompt, output.prompt_logprobs, is_prompt=True))
+            elif choice.shaper is not None:
+                choice.shaper.skip(self._echo[prompt_index])
+        if choice.shaper is not None and output.logprobs:
+            ids = [entry.token_id for entry in output.logprobs]
+            logprobs.append(choice.shaper.shape(ids, list(output.logprobs)))
+        return text, logprobs
+
+
+def _joined(parts: list[Logprobs]) -> Logprobs:
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [item for part in parts for item in part[name]] for name in names}
