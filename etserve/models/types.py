@@ -43,8 +43,11 @@ class DecoderSpec:
 class KVCache(Protocol):
     """The tensors behind the blocks. num_blocks counts the null block 0."""
 
-    num_blocks: int
-    num_bytes: int
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class Decoder(Protocol):

@@ -1,4 +1,4 @@
-"""Checkpoints under one set of names, so that a decoder is built without knowing the file format or the architecture."""
+"""Checkpoints under one set of names, so that a decoder is built without knowing file format or architecture."""
 
 from typing import Protocol
 

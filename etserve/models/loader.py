@@ -1,0 +1,136 @@
+"""From files to a decoder that can run. Knows which backend to take; everything about formats is below it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from etserve.config import EngineConfig
+from etserve.errors import ConfigError, ModelError
+from etserve.models.config_file import read_config, read_generation_config
+from etserve.models.decoder import TorchDecoder
+from etserve.models.files import ModelFiles
+from etserve.models.gguf_source import GgufSource, read_gguf_spec
+from etserve.models.registry import read_spec
+from etserve.models.rope import rope_tables
+from etserve.models.safetensors_source import SafetensorsSource
+from etserve.models.types import Decoder, DecoderSpec
+from etserve.models.weights import WeightSource
+from etserve.tokenizer.gguf_header import read_gguf_header
+from etserve.tokenizer.gguf_tokenizer import gguf_end_token_ids
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk, checked against its headers; no tensor is read yet."""
+
+    spec: DecoderSpec
+    weights: WeightSource
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its weights in memory, and what the engine says of it."""
+
+    decoder: Decoder
+    spec: DecoderSpec
+    name: str  # what clients call it
+    dtype: str  # "bfloat16", ... of weights and matrix products
+    kv_dtype: str
+    quantization: str | None  # of the file
+    num_parameters: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # tokens, prompt and output together
+    load_seconds: float
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """Read configs and headers only, in milliseconds. Raises ModelError naming file, and tensor or field."""
+    if files.gguf is not None:
+        header = read_gguf_header(files.gguf)
+        spec = read_gguf_spec(header)
+        eos = gguf_end_token_ids(header)
+        return Checkpoint(spec, GgufSource(header, spec), _checked_eos(eos, spec, files.gguf))
+    path = files.path / "config.json"
+    config = read_config(path)
+    spec = read_spec(config, path)
+    generation = read_generation_config(files.path / "generation_config.json")
+    eos = _ids(generation.eos_token_id) or _ids(config.eos_token_id)
+    return Checkpoint(spec, SafetensorsSource(files.path, spec), _checked_eos(eos, spec, path))
+
+
+def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
+    """Read the weights and build the decoder that `config` asks for.
+
+    Raises ModelError for what is wrong with the files, ConfigError for a setting that this model or build cannot meet.
+    """
+    start = time.monotonic()
+    checkpoint = open_checkpoint(files)
+    spec, weights = checkpoint.spec, checkpoint.weights
+    max_model_len = min(config.max_model_len or spec.max_position, MAX_CONTEXT)
+    if max_model_len > spec.max_position and spec.rope.rope_type != "dynamic":
+        raise ConfigError(f"max_model_len {max_model_len} is beyond the model's own context of {spec.max_position}")
+    dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    kv_dtype = _kv_dtype(config, dtype)
+    tables = rope_tables(spec, max_model_len)
+    return LoadedModel(
+        decoder=_decoder_class(config)(spec, weights, dtype, kv_dtype, tables),
+        spec=spec,
+        name=config.served_model_name or files.name,
+        dtype=_name(dtype),
+        kv_dtype=_name(kv_dtype),
+        quantization=weights.quantization,
+        num_parameters=weights.num_parameters,
+        eos_token_ids=checkpoint.eos_token_ids,
+        max_model_len=max_model_len,
+        load_seconds=time.monotonic() - start,
+    )
+
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+MAX_CONTEXT = 1 << 20  # tokens; tables are made for the whole context
+
+
+def _decoder_class(
+    config: EngineConfig,
+) -> Callable[[DecoderSpec, WeightSource, torch.dtype, torch.dtype, Tables], Decoder]:
+    """auto: the native decoder where csrc is built."""
+    if config.backend == "torch":
+        return TorchDecoder
+    try:
+        from etserve.models.native import NativeDecoder
+    except ImportError as error:
+        if config.backend == "native":
+            raise ConfigError(f"backend native: the native kernels are not built ({error})") from None
+        return TorchDecoder
+    return NativeDecoder
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    if config.kv_dtype == "auto":
+        return torch.float32 if dtype == torch.float32 else torch.bfloat16
+    return DTYPES[config.kv_dtype]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _checked_eos(ids: tuple[int, ...], spec: DecoderSpec, path: Path) -> tuple[int, ...]:
+    if not ids:
+        raise ModelError(f"{path}: eos_token_id is missing: nothing would ever end a reply")
+    for token_id in ids:
+        if token_id >= spec.vocab_size:
+            raise ModelError(f"{path}: eos_token_id {token_id} is outside the vocabulary of {spec.vocab_size}")
+    return tuple(sorted(set(ids)))
