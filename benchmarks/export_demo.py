@@ -1,0 +1,120 @@
+"""Write the demo model's weights in bfloat16 for the peers: a GGUF for llama.cpp, a Hugging Face folder for vLLM.
+
+Both come from the same dequantised weights that etserve computes with, so that every server multiplies by the same numbers.
+    python benchmarks/export_demo.py build/demo
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf.constants import GGMLQuantizationType, LlamaFileType
+from safetensors.torch import save_file
+
+from etserve.models.files import resolve_model
+
+GGUF_NAME = "demo-bf16.gguf"
+FOLDER_NAME = "demo-bf16"
+_SKIPPED = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+
+
+def export_gguf(source: Path, target: Path) -> None:
+    """Copy a GGUF with matrices in bf16 and vectors in f32; metadata, vocabulary and template stay."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    for field in reader.fields.values():
+        if not field.name.startswith(_SKIPPED):
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        kind = GGMLQuantizationType.F32 if values.ndim == 1 else GGMLQuantizationType.BF16
+        writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def hugging_face_names(num_layers: int) -> dict[str, str]:
+    """Canonical name -> name in a Llama checkpoint."""
+    parts = {
+        "input_norm": "input_layernorm",
+        "post_norm": "post_attention_layernorm",
+        **{name: f"self_attn.{name}_proj" for name in "qkvo"},
+        **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    }
+    names = {"embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
+    for layer in range(num_layers):
+        names |= {f"layers.{layer}.{a}.weight": f"model.layers.{layer}.{b}.weight" for a, b in parts.items()}
+    return names
+
+
+def llama_config(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """config.json of the model that a llama GGUF describes."""
+
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    heads = value("llama.attention.head_count")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": value("llama.embedding_length"),
+        "intermediate_size": value("llama.feed_forward_length"),
+        "num_hidden_layers": value("llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("llama.attention.head_count_kv"),
+        "head_dim": value("llama.embedding_length") // heads,
+        "max_position_embeddings": value("llama.context_length"),
+        "rms_norm_eps": value("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": value("llama.rope.freq_base"),
+        "vocab_size": len(value("tokenizer.ggml.tokens")),
+        "tie_word_embeddings": not any(tensor.name == "output.weight" for tensor in reader.tensors),
+        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": value("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def export_folder(source: Path, target: Path) -> None:
+    """Write config.json, model.safetensors and the tokenizer, each as transformers and vLLM read them."""
+    from etserve.models.gguf_source import GgufSource
+    from transformers import AutoTokenizer
+
+    target.mkdir(parents=True, exist_ok=True)
+    reader = gguf.GGUFReader(source)
+    config = llama_config(reader)
+    weights = GgufSource(source)
+    names = hugging_face_names(config["num_hidden_layers"])
+    if not config["tie_word_embeddings"]:
+        names["head.weight"] = "lm_head.weight"
+    tensors = {there: weights.tensor(ours, torch.bfloat16).clone() for ours, there in names.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(str(target))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--only", choices=["gguf", "folder"], help="write one of the two")
+    options = parser.parse_args()
+    source = resolve_model("demo").path
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.only != "folder":
+        export_gguf(source, options.folder / GGUF_NAME)
+        print(options.folder / GGUF_NAME)
+    if options.only != "gguf":
+        export_folder(source, options.folder / FOLDER_NAME)
+        print(options.folder / FOLDER_NAME)
+
+
+if __name__ == "__main__":
+    main()
