@@ -96,7 +96,6 @@ class _Stream:
     usage: _Usage | None = None
     cached_tokens: int = 0
     finish_reason: str | None = None
-    is_done: bool = False
     error: str | None = None
 
     def take(self, event: _Event, at: float) -> None:
@@ -152,7 +151,6 @@ async def send(
             if response.status == 200:
                 async for event, at in _events(response):
                     stream.take(event, at - origin)
-                stream.is_done = True
             else:
                 error, detail = "refused", f"HTTP {response.status}: {(await response.text())[:300]}"
     except aiohttp.ClientConnectorError as fault:
@@ -169,7 +167,7 @@ async def send(
 def _record(
     request: PlannedRequest, stream: _Stream, sent: float, end: float, error: str | None, detail: str
 ) -> RequestRecord:
-    if error is None and stream.error is not None:
+    if stream.error is not None:  # says more than that the stream then broke off
         error, detail = "stream", stream.error
     if error is None and (stream.usage is None or not stream.seconds):
         error, detail = "incomplete", "the stream ended without usage" if stream.usage is None else "no text came"

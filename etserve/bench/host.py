@@ -1,5 +1,6 @@
 """Who used the CPU during a round, from /proc: the server's processes, this one, or somebody else."""
 
+import contextlib
 import os
 import platform
 import socket
@@ -127,10 +128,14 @@ def _listening(table: Path, port: int) -> list[str]:
 
 
 def _sockets(folder: Path) -> set[str]:
+    found = set()
     try:
-        return {os.readlink(entry) for entry in folder.iterdir()}
+        for entry in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found.add(os.readlink(entry))
     except OSError:  # the process is gone or another user's
-        return set()
+        pass
+    return found
 
 
 def _pids(proc: Path) -> list[int]:

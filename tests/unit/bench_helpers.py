@@ -32,7 +32,9 @@ class FakeServer:
 
     tokens_per_chunk: int = 1
     pause_seconds: float = 0.0
-    faults: dict[int, str] = field(default_factory=dict)  # refuse | drop | error | garbage | no_usage | empty | cut | hang
+    faults: dict[int, str] = field(
+        default_factory=dict
+    )  # refuse | drop | error | garbage | no_usage | empty | cut | hang
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_open: int = 0
@@ -79,10 +81,16 @@ class FakeServer:
                 request.transport.abort()
                 return response
             if fault in ("error", "garbage"):
-                await response.write(b'data: {"error": {"message": "broken"}}\n\n' if fault == "error" else b"data: {{\n\n")
+                await response.write(
+                    b'data: {"error": {"message": "broken"}}\n\n' if fault == "error" else b"data: {{\n\n"
+                )
                 return response
         if fault != "no_usage":
-            usage = {"prompt_tokens": self.count(body), "completion_tokens": num_tokens, "prompt_tokens_details": {"cached_tokens": 3}}
+            usage = {
+                "prompt_tokens": self.count(body),
+                "completion_tokens": num_tokens,
+                "prompt_tokens_details": {"cached_tokens": 3},
+            }
             await self._event(response, {"choices": [], "usage": usage})
         if fault != "cut":
             await response.write(b"data: [DONE]\n\n")

@@ -1,6 +1,7 @@
 """Entropic time: downward variation, and the identity that ties it to its companions."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,7 @@ def test_without_a_token_the_mean_is_zero() -> None:
 @given(ENTROPIES)
 def test_the_clock_equals_the_sum_written_out(entropies: list[float]) -> None:
     clock = observe_all(entropies)
-    drops = [a - b for a, b in zip(entropies, entropies[1:], strict=False)]
+    drops = [a - b for a, b in pairwise(entropies)]
     assert clock.tau_nats == pytest.approx(math.fsum(max(0.0, d) for d in drops), abs=1e-9)
     assert clock.nats_resolved == pytest.approx(math.fsum(entropies), abs=1e-9)
 

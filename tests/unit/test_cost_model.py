@@ -47,7 +47,7 @@ def test_exact_step_times_give_the_coefficients_back() -> None:
     assert fit.is_usable
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(flops, num_bytes, st.floats(1e-4, 10.0)), min_size=1, max_size=40))
 def test_no_coefficient_is_ever_negative_and_no_small_change_of_one_does_better(
     steps: list[tuple[float, float, float]],

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etserve.control.eviction import (
@@ -18,6 +18,7 @@ from etserve.control.eviction import (
 )
 
 CONFIG = EvictionConfig()
+SLOW_TO_BUILD = settings(max_examples=60)
 averages = st.builds(MassAverage, weighted=st.floats(0.0, 1.0), weight=st.sampled_from([0.0, 0.2, 1.0]))
 
 
@@ -47,6 +48,7 @@ def plain_blocks(count: int) -> list[Block]:
     return [Block(i, MassAverage().observe((i + 1) / count, 0.8), 1.0) for i in range(count)]
 
 
+@SLOW_TO_BUILD
 @given(sequences(), st.integers(-3, 150))
 def test_no_guarded_block_is_ever_evicted_and_no_floor_undercut(case: tuple[list[Block], int], wanted: int) -> None:
     held, num_blocks = case
@@ -66,6 +68,7 @@ def test_no_guarded_block_is_ever_evicted_and_no_floor_undercut(case: tuple[list
         assert left >= 0.5 * num_blocks
 
 
+@SLOW_TO_BUILD
 @given(sequences(), st.integers(0, 150))
 def test_whoever_stays_though_evictable_scores_at_least_as_high(case: tuple[list[Block], int], wanted: int) -> None:
     held, num_blocks = case

@@ -84,7 +84,7 @@ def test_a_second_sequence_shares_whole_blocks_but_never_the_last_token() -> Non
     first = make_sequence(1, token_ids=prompt)
     assert admit_and_compute(kv, first) == 0
     for seq_id, (num_tokens, cached) in enumerate([(49, 48), (48, 32), (47, 32), (33, 32), (32, 16), (16, 0)], 2):
-        seq = make_sequence(seq_id, token_ids=(prompt + [7])[:num_tokens])
+        seq = make_sequence(seq_id, token_ids=[*prompt, 7][:num_tokens])
         assert kv.find_prefix(seq) == cached
         assert kv.admit(seq) == cached
         assert kv.block_table(seq)[: cached // 16] == kv.block_table(first)[: cached // 16]

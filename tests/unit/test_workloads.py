@@ -58,7 +58,12 @@ def test_w6_arrives_for_a_minute_at_its_rate_with_mixed_lengths() -> None:
 @pytest.mark.parametrize(("burstiness", "variation"), [(0.25, 2.0), (1.0, 1.0), (4.0, 0.5)])
 def test_burstiness_sets_the_spread_of_the_gaps_but_not_the_rate(burstiness: float, variation: float) -> None:
     workload = Workload(
-        name="custom", num_requests=4000, prompt_tokens=Lengths(1, 1), output_tokens=Lengths(1, 1), rate=10.0, burstiness=burstiness
+        name="custom",
+        num_requests=4000,
+        prompt_tokens=Lengths(1, 1),
+        output_tokens=Lengths(1, 1),
+        rate=10.0,
+        burstiness=burstiness,
     )
     gaps = np.diff([at or 0.0 for at in workloads._arrivals(workload, np.random.default_rng(0))])
     assert np.mean(gaps) == pytest.approx(0.1, rel=0.1)
