@@ -5,7 +5,8 @@
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
-constexpr int kPrefetchBytes = 1024;  // how far ahead of the multiply-adds a weight panel is fetched
+
+constexpr int kPrefetchBytes = 2048;  // how far ahead of the multiply-adds a weight panel is fetched
 
 struct Tile {
   const MatmulArgs* args;
@@ -45,11 +46,11 @@ ETSERVE_INLINE Vec add_bias(Vec y, const float* bias, int64_t column, int64_t co
   return vec_add(y, count == kPanel ? vec_load(bias + column) : vec_load_part(bias + column, count));
 }
 
-ETSERVE_INLINE void write_f32(const MatmulArgs& a, int64_t row, int64_t panel, Vec y) {
+void write_f32(const MatmulArgs& a, int64_t row, int64_t panel, const float* sums) {
   const int64_t column = panel * kPanel;
   const int64_t count = a.w.n - column < kPanel ? a.w.n - column : kPanel;
   float* out = static_cast<float*>(a.out) + row * a.out_stride + column;
-  y = add_bias(y, a.w.bias, column, count);
+  const Vec y = add_bias(vec_load(sums), a.w.bias, column, count);
   const bool adds = a.epilogue == Epilogue::add;
   if (count == kPanel) {
     vec_store(out, adds ? vec_add(vec_load(out), y) : y);
@@ -58,11 +59,11 @@ ETSERVE_INLINE void write_f32(const MatmulArgs& a, int64_t row, int64_t panel, V
   }
 }
 
-ETSERVE_INLINE void write_silu_mul(const MatmulArgs& a, int64_t row, int64_t panel, Vec gate, Vec up) {
+void write_silu_mul(const MatmulArgs& a, int64_t row, int64_t panel, const float* sums) {
   const int64_t column = panel / 2 * kPanel;
   const int64_t count = a.w.n - column < kPanel ? a.w.n - column : kPanel;
-  gate = add_bias(gate, a.w.bias, column, count);
-  if (a.w.bias) up = add_bias(up, a.w.bias + a.w.n, column, count);
+  const Vec gate = add_bias(vec_load(sums), a.w.bias, column, count);
+  const Vec up = add_bias(vec_load(sums + kPanel), a.w.bias ? a.w.bias + a.w.n : nullptr, column, count);
   const Vec y = vec_mul(vec_silu(gate), up);
   const int64_t at = row * a.out_stride + column;
   if (a.w.activation() == DType::bf16) {
@@ -74,18 +75,38 @@ ETSERVE_INLINE void write_silu_mul(const MatmulArgs& a, int64_t row, int64_t pan
   }
 }
 
+void write_tile(const Tile& t, int rows, int panels, const float* sums) {
+  const bool is_paired = t.args->epilogue == Epilogue::silu_mul;
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < panels; j += is_paired ? 2 : 1) {
+      const float* from = sums + (i * panels + j) * kPanel;
+      is_paired ? write_silu_mul(*t.args, t.row + i, t.panel + j, from) : write_f32(*t.args, t.row + i, t.panel + j, from);
+    }
+}
+
+// A pointer that the compiler takes as it is: three rows hang on each, so that a dozen rows need four registers, not 12.
+template <class T>
+ETSERVE_INLINE void keep_in_register(T*& pointer) {
+#if defined(__GNUC__)
+  asm("" : "+r"(pointer));
+#endif
+}
+
 template <class S, int ROWS, int PANELS>
 void compute_tile(const Tile& t) {
+  constexpr int kBases = (ROWS + 2) / 3;
   const MatmulArgs& a = *t.args;
-  const typename S::X* x = static_cast<const typename S::X*>(a.x) + t.row * a.x_stride;
-  const int64_t stride = a.x_stride, panel_bytes = t.panel_bytes, steps = a.w.padded_k() / S::kDepth;
+  const int64_t stride = a.x_stride * static_cast<int64_t>(sizeof(typename S::X)), panel_bytes = t.panel_bytes;
+  const char* x[kBases];
+#pragma GCC unroll 4
+  for (int i = 0; i < kBases; ++i) x[i] = static_cast<const char*>(a.x) + (t.row + 3 * i) * stride;
   Vec acc[ROWS][PANELS];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
   const char* w = t.w;
-  for (int64_t s = 0; s < steps; ++s, x += S::kDepth, w += S::kBytes) {
+  for (int64_t s = a.w.padded_k() / S::kDepth; s > 0; --s, w += S::kBytes) {
     typename S::W weights[PANELS];
 #pragma GCC unroll 4
     for (int j = 0; j < PANELS; ++j) {
@@ -94,23 +115,22 @@ void compute_tile(const Tile& t) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
-      const typename S::B value = S::broadcast(x + i * stride);
+      const auto value = S::broadcast(reinterpret_cast<const typename S::X*>(x[i / 3] + i % 3 * stride));
 #pragma GCC unroll 4
       for (int j = 0; j < PANELS; ++j) acc[i][j] = S::step(acc[i][j], weights[j], value);
     }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) {
-    if constexpr (PANELS > 1) {
-      if (a.epilogue == Epilogue::silu_mul) {
-#pragma GCC unroll 2
-        for (int j = 0; j < PANELS; j += 2) write_silu_mul(a, t.row + i, t.panel + j, acc[i][j], acc[i][j + 1]);
-        continue;
-      }
-    }
 #pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) write_f32(a, t.row + i, t.panel + j, acc[i][j]);
+    for (int i = 0; i < kBases; ++i) {
+      x[i] += S::kDepth * sizeof(typename S::X);
+      keep_in_register(x[i]);
+    }
   }
+  alignas(64) float sums[ROWS * PANELS * kPanel];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * PANELS + j) * kPanel, acc[i][j]);
+  write_tile(t, ROWS, PANELS, sums);
 }
 
 template <class S, int PANELS, int ROWS>

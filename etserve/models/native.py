@@ -1,0 +1,194 @@
+"""The decoder on the native CPU kernels: weights packed once, one native call a step.
+
+Importing this raises ImportError where csrc is not built. No output depends on its batch mates, bit for bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from etserve.attention.batch import StepBatch
+from etserve.config import BLOCK_SIZE
+from etserve.kernels import native
+from etserve.kernels.matrix import PackedMatrix, packed_bytes
+from etserve.kernels.memory import Arena, aligned, zeros
+from etserve.models.types import DecoderSpec, KVCache
+from etserve.models.weights import WeightSource
+
+_cpu = native.module()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKV:
+    """All layers' blocks: [layer, block, keys and values, KV head, 16 * head_dim], layout of csrc/cpu/kernels.h."""
+
+    tensor: torch.Tensor
+    num_blocks: int
+    num_bytes: int
+
+
+class NativeDecoder:
+    """Implements Decoder."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        rope_tables: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`dtype` of the weights: bfloat16, float16 or float32; `kv_dtype`: bfloat16 or float32.
+
+        `rope_tables`: cos and sin, f32 [max_len, rotary_dim / 2]. Raises ModelError as the weights are read, ValueError
+        for shapes that the kernels do not take.
+        """
+        if kv_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"the KV cache is bfloat16 or float32, not {kv_dtype}")
+        self.spec = spec
+        self.backend = native.backend_name()
+        self._kv_dtype = kv_dtype
+        self._tables = tuple(table.to(torch.float32).contiguous() for table in rope_tables)
+        self._weights = _PackedWeights(spec, weights, dtype)
+        self.weight_bytes = self._weights.num_bytes
+        embedding = self._weights.embedding
+        self._decoder = _cpu.Decoder(
+            shape=self._shape(),
+            layers=self._weights.layers,
+            final_norm=self._weights.final_norm.data_ptr(),
+            head=self._weights.head.handle,
+            embedding=0 if embedding is None else embedding.data_ptr(),
+            embedding_type=native.DTYPE_CODES[dtype],
+            cos=self._tables[0].data_ptr(),
+            sin=self._tables[1].data_ptr(),
+        )
+
+    def kv_bytes_per_block(self) -> int:
+        spec = self.spec
+        return spec.num_layers * 2 * spec.num_kv_heads * BLOCK_SIZE * spec.head_dim * self._kv_dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int) -> KVCache:
+        spec, num_bytes = self.spec, num_blocks * self.kv_bytes_per_block()
+        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, BLOCK_SIZE * spec.head_dim)
+        return NativeKV(zeros(num_bytes).view(self._kv_dtype).view(shape), num_blocks, num_bytes)
+
+    def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
+        """See Decoder.forward. Raises ValueError, before anything is written, if the batch points out of range."""
+        if not isinstance(cache, NativeKV):
+            raise TypeError("the cache is another decoder's")
+        hidden = torch.empty(len(batch.logit_rows), self.spec.hidden_size)
+        self._decoder.forward(
+            batch.token_ids,
+            batch.positions,
+            batch.query_start,
+            batch.context_lens,
+            batch.block_tables,
+            batch.logit_rows,
+            cache.tensor.data_ptr(),
+            cache.num_blocks,
+            hidden.data_ptr(),
+        )
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Decoder.logits."""
+        rows = hidden.to(torch.float32).contiguous()
+        if rows.dim() != 2 or rows.shape[1] != self.spec.hidden_size:
+            raise ValueError(f"hidden must be [rows, {self.spec.hidden_size}], got {list(rows.shape)}")
+        out = torch.empty(len(rows), self.spec.vocab_size)
+        self._decoder.logits(rows.data_ptr(), len(rows), out.data_ptr())
+        return out
+
+    def _shape(self) -> Any:
+        spec = self.spec
+        return _cpu.DecoderShape(
+            hidden=spec.hidden_size,
+            intermediate=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=2 * self._tables[0].shape[1],
+            vocab=spec.vocab_size,
+            max_position=len(self._tables[0]),
+            window=spec.sliding_window,
+            eps=spec.rms_norm_eps,
+            kv_type=native.DTYPE_CODES[self._kv_dtype],
+        )
+
+
+class _PackedWeights:
+    """Every tensor of a model, read and packed one at a time into one arena. The native decoder points into it."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype) -> None:
+        self._spec, self._source, self._dtype = spec, weights, dtype
+        self._arena = Arena(sum(aligned(size) for size in _matrix_sizes(spec, dtype)))
+        self._kept: list[torch.Tensor] = []  # norms and biases, f32
+        self._matrices: list[PackedMatrix] = []
+        self.layers = [self._layer(f"layers.{i}") for i in range(spec.num_layers)]
+        self.final_norm = self._vector("final_norm.weight")
+        # Tied: embeddings are read from the packed head, which is held once.
+        self.embedding = None if spec.tied_head else weights.tensor("embedding.weight", dtype)
+        self.head = self._stacked([("embedding" if spec.tied_head else "head", spec.vocab_size)], spec.hidden_size)
+        self.num_bytes = sum(m.num_bytes for m in self._matrices) + sum(t.numel() * 4 for t in self._kept)
+
+    def _layer(self, name: str) -> Any:
+        spec = self._spec
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = [(f"{name}.q", queries), (f"{name}.k", keys), (f"{name}.v", keys)]
+        return _cpu.LayerWeights(
+            qkv=self._stacked(parts, spec.hidden_size).handle,
+            o=self._stacked([(f"{name}.o", spec.hidden_size)], queries).handle,
+            gate_up=self._gate_up(name).handle,
+            down=self._stacked([(f"{name}.down", spec.hidden_size)], spec.intermediate_size).handle,
+            input_norm=self._vector(f"{name}.input_norm.weight").data_ptr(),
+            post_norm=self._vector(f"{name}.post_norm.weight").data_ptr(),
+            q_norm=self._vector(f"{name}.q_norm.weight").data_ptr() if spec.qk_norm else 0,
+            k_norm=self._vector(f"{name}.k_norm.weight").data_ptr() if spec.qk_norm else 0,
+        )
+
+    def _stacked(self, parts: list[tuple[str, int]], num_inputs: int) -> PackedMatrix:
+        """Matrices one below the other, with their biases where the checkpoint has them."""
+        packed = self._matrix(sum(rows for _, rows in parts), num_inputs, [part for part, _ in parts], paired=False)
+        first = 0
+        for part, rows in parts:
+            packed.pack(self._source.tensor(f"{part}.weight", self._dtype), first=first)
+            first += rows
+        return packed
+
+    def _gate_up(self, name: str) -> PackedMatrix:
+        parts = [f"{name}.gate", f"{name}.up"]
+        packed = self._matrix(self._spec.intermediate_size, self._spec.hidden_size, parts, paired=True)
+        for half, part in enumerate(parts):
+            packed.pack(self._source.tensor(f"{part}.weight", self._dtype), half=half)
+        return packed
+
+    def _matrix(self, num_outputs: int, num_inputs: int, parts: list[str], *, paired: bool) -> PackedMatrix:
+        bias = None
+        if self._source.has(f"{parts[0]}.bias"):
+            bias = torch.cat([self._source.tensor(f"{part}.bias", torch.float32) for part in parts])
+            bias = self._keep(bias.view(2, num_outputs) if paired else bias)
+        size = packed_bytes(num_outputs, num_inputs, self._dtype, paired=paired)
+        memory = self._arena.take(size)
+        packed = PackedMatrix(num_outputs, num_inputs, self._dtype, paired=paired, bias=bias, memory=memory)
+        self._matrices.append(packed)
+        return packed
+
+    def _vector(self, name: str) -> torch.Tensor:
+        return self._keep(self._source.tensor(name, torch.float32))
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+
+def _matrix_sizes(spec: DecoderSpec, dtype: torch.dtype) -> Iterator[int]:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    for _ in range(spec.num_layers):
+        yield packed_bytes(queries + 2 * keys, hidden, dtype)
+        yield packed_bytes(hidden, queries, dtype)
+        yield packed_bytes(inner, hidden, dtype, paired=True)
+        yield packed_bytes(hidden, inner, dtype)
+    yield packed_bytes(spec.vocab_size, hidden, dtype)
