@@ -49,9 +49,10 @@ struct RowPassArgs {
   int32_t* nonfinite;   // [rows] count of NaN and +inf entries
   float* top_values;    // [rows][k], descending; ties by lower id
   int32_t* top_ids;     // [rows][k]; -1 where fewer than k finite entries
+  void* scratch;        // row_pass_scratch_bytes(...)
 };
 
-// Draw one token per row from softmax(logits / temperature) cut by top_k, then top_p, then min_p.
+// Draw one token per row from softmax(logits / temperature) cut by top_k, then top_p, then min_p (etserve/kernels/rows.py).
 struct SampleArgs {
   const float* logits;  // [rows][stride], penalties and masks applied
   int64_t rows, vocab, stride;
@@ -60,8 +61,9 @@ struct SampleArgs {
   const float* top_p;        // [rows], 1: off
   const float* min_p;        // [rows], 0: off
   const double* uniform;     // [rows], in [0, 1)
-  int32_t* token_ids;        // [rows]
+  int32_t* token_ids;        // [rows]; -1 where the row holds NaN or +inf, or nothing but -inf
   float* sampled_entropy;    // [rows], entropy in nats of the distribution drawn from
+  void* scratch;             // sample_scratch_bytes(...)
 };
 
 struct KernelTable {
@@ -74,5 +76,7 @@ struct KernelTable {
 
 int64_t attention_scratch_floats(int64_t num_tokens, int num_seqs, int max_context, int num_heads, int head_dim,
                                  int team_size);
+int64_t row_pass_scratch_bytes(int64_t rows, int64_t vocab, int k, int team_size);
+int64_t sample_scratch_bytes(int64_t vocab, int team_size);
 
 }  // namespace etserve::cpu
