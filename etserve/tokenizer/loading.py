@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from etserve.errors import ModelError
 from etserve.tokenizer.bytes import Spelling, spelling_of
@@ -55,8 +55,7 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, ChatTemplate | None]:
     config = _read_object(folder / "tokenizer_config.json", required=False)
     special = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
     template = _folder_template(folder, config, special)
-    if isinstance(config.get("add_bos_token"), bool) or isinstance(config.get("add_eos_token"), bool):
-        _set_special_ends(backend, special, bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+    _mark_special(backend, special)
     vocab_size = _read_object(folder / "config.json", required=True).get("vocab_size")
     return _finish(backend, special, template, path, vocab_size), template
 
@@ -92,6 +91,15 @@ def _finish(
     return tokenizer
 
 
+def _mark_special(backend: tokenizers.Tokenizer, special: dict[str, str]) -> None:
+    """Tokens that only tokenizer_config.json calls special are so in transformers too."""
+    known = backend.get_added_tokens_decoder()
+    for text in special.values():
+        token_id = backend.token_to_id(text)
+        if token_id is not None and token_id not in known:
+            backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+
+
 def _spelling(backend: tokenizers.Tokenizer, path: Path) -> Spelling:
     spelling = spelling_of(backend.decoder)
     if spelling is None:
@@ -100,7 +108,7 @@ def _spelling(backend: tokenizers.Tokenizer, path: Path) -> Spelling:
 
 
 def _set_special_ends(backend: tokenizers.Tokenizer, special: dict[str, str], add_bos: bool, add_eos: bool) -> None:
-    """What encoding puts around a text, as transformers reads add_bos_token and add_eos_token."""
+    """What encoding puts around a text. (A tokenizer.json says so itself, and transformers then ignores the flags.)"""
     before = [special["bos_token"]] if add_bos and "bos_token" in special else []
     after = [special["eos_token"]] if add_eos and "eos_token" in special else []
     tokens = [(token, backend.token_to_id(token)) for token in {*before, *after}]

@@ -1,0 +1,167 @@
+"""The torch decoder against transformers, logit by logit."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf.constants import GGMLQuantizationType
+
+from etserve.config import EngineConfig
+from etserve.errors import ConfigError
+from etserve.models.files import ModelFiles, resolve_model
+from etserve.models.loader import LoadedModel, load_model, open_checkpoint
+from etserve.models.tensors import expected_shapes, hf_name
+from tests.unit.model_helpers import UNIT_MODEL, needs_demo, run_chunks, save_tiny, transformers_logits
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3 rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral with a window": ("Mistral", {"sliding_window": 20}),
+    "mistral with own head_dim": ("Mistral", {"head_dim": 10, "sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+}
+
+
+def load_torch(files: ModelFiles, dtype: str = "float32") -> LoadedModel:
+    return load_model(EngineConfig(backend="torch", dtype=dtype), files)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers_whole_and_in_chunks(name: str, tmp_path: Path) -> None:
+    kind, options = CASES[name]
+    oracle = save_tiny(tmp_path, kind, **options)
+    decoder = load_torch(ModelFiles("tiny", folder=tmp_path)).decoder
+    tokens = [random.Random(3).randrange(131) for _ in range(53)]
+    expected = transformers_logits(oracle, tokens)
+    for chunks in ([53], [1] * 53, [17, 16, 1, 1, 18]):
+        torch.testing.assert_close(run_chunks(decoder, tokens, chunks), expected, atol=1e-4, rtol=0)
+
+
+def test_the_unit_model_gives_transformers_logits() -> None:
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(UNIT_MODEL.folder, dtype=torch.float32).eval()
+    tokens = list(b"Emma Woodhouse, handsome, clever, and rich, with a comfortable home")
+    decoder = load_torch(UNIT_MODEL).decoder
+    got = run_chunks(decoder, tokens, [40, 1, 1, len(tokens) - 42])
+    torch.testing.assert_close(got, transformers_logits(oracle, tokens), atol=1e-4, rtol=0)
+
+
+def test_bfloat16_stays_as_close_as_transformers_own(tmp_path: Path) -> None:
+    exact = save_tiny(tmp_path, "Llama", torch.bfloat16)
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    tokens = list(range(40))
+    expected = transformers_logits(exact, tokens)
+    theirs = (transformers_logits(rounded, tokens) - expected).abs().mean()
+    model = load_torch(ModelFiles("tiny", folder=tmp_path), "auto")
+    ours = (run_chunks(model.decoder, tokens, [40]) - expected).abs().mean()
+    assert model.dtype == model.kv_dtype == "bfloat16"
+    assert 0 < ours < 2 * theirs
+
+
+def test_a_sharded_checkpoint_loads_like_a_whole_one(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "whole", "Qwen3", head_dim=16)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    whole, sharded = (load_torch(ModelFiles("m", folder=tmp_path / part)) for part in ("whole", "sharded"))
+    assert torch.equal(run_chunks(whole.decoder, [5, 6, 7], [3]), run_chunks(sharded.decoder, [5, 6, 7], [3]))
+    assert whole.num_parameters == sharded.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    with pytest.raises(ConfigError, match="max_model_len 257 is beyond the model's own context of 256"):
+        load_model(EngineConfig(max_model_len=257), ModelFiles("tiny", folder=tmp_path))
+
+
+def test_what_a_loaded_model_says_of_itself() -> None:
+    model = load_torch(UNIT_MODEL, "auto")
+    assert (model.dtype, model.kv_dtype, model.quantization) == ("bfloat16", "bfloat16", None)
+    assert (model.num_parameters, model.eos_token_ids, model.max_model_len) == (828_544, (257,), 2048)
+    assert model.decoder.weight_bytes == 2 * 828_544
+    assert model.decoder.kv_bytes_per_block() == 4 * 2 * 16 * 2 * 32 * 2
+
+
+@needs_demo
+def test_the_demo_gives_transformers_logits_on_the_same_dequantised_weights() -> None:
+    files = resolve_model("demo")
+    checkpoint = open_checkpoint(files)
+    spec, weights = checkpoint.spec, checkpoint.weights
+    config = transformers.LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49_152,
+        max_position_embeddings=8192,
+        rms_norm_eps=spec.rms_norm_eps,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )
+    with torch.device("meta"):
+        oracle = transformers.LlamaForCausalLM(config)
+    state = {hf_name(name): weights.tensor(name, torch.float32) for name in expected_shapes(spec)}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    oracle.load_state_dict(state, assign=True)
+    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
+    tokens = [
+        1,
+        9690,
+        198,
+        2683,
+        359,
+        253,
+        5356,
+        5646,
+        11173,
+        3365,
+        3511,
+        308,
+        34519,
+        28,
+        7018,
+        411,
+        407,
+        19712,
+        8182,
+        2,
+    ]
+    model = load_torch(files)
+    got = run_chunks(model.decoder, tokens, [13, 1, 6])
+    torch.testing.assert_close(got, transformers_logits(oracle.eval(), tokens), atol=1e-3, rtol=0)
+    assert (model.quantization, model.eos_token_ids, model.max_model_len) == ("Q4_1", (0, 2), 8192)
+    assert model.num_parameters == 134_515_008
+
+
+@needs_demo
+def test_the_demos_embedding_is_what_the_q8_0_blocks_say() -> None:
+    files = resolve_model("demo")
+    assert files.gguf is not None
+    from etserve.tokenizer.gguf_header import read_gguf_header
+
+    row = read_gguf_header(files.gguf).tensors["token_embd.weight"]
+    assert row.kind == GGMLQuantizationType.Q8_0
+    raw = np.fromfile(files.gguf, dtype=np.uint8, count=34, offset=row.offset)  # one block: f16 scale, 32 int8
+    expected = raw[2:].view(np.int8).astype(np.float32) * raw[:2].view(np.float16).astype(np.float32)
+    got = open_checkpoint(files).weights.tensor("embedding.weight", torch.float32)[0, :32]
+    assert np.array_equal(got.numpy(), expected)
