@@ -1,6 +1,6 @@
 """Write the demo model's weights in bfloat16 for the peers: a GGUF for llama.cpp, a Hugging Face folder for vLLM.
 
-Both come from the same dequantised weights that etserve computes with, so that every server multiplies by the same numbers.
+Both come from the dequantised weights that etserve computes with: every server multiplies by the same numbers.
     python benchmarks/export_demo.py build/demo
 """
 
@@ -85,8 +85,9 @@ def llama_config(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 def export_folder(source: Path, target: Path) -> None:
     """Write config.json, model.safetensors and the tokenizer, each as transformers and vLLM read them."""
-    from etserve.models.gguf_source import GgufSource
     from transformers import AutoTokenizer
+
+    from etserve.models.gguf_source import GgufSource
 
     target.mkdir(parents=True, exist_ok=True)
     reader = gguf.GGUFReader(source)

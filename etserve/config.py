@@ -94,11 +94,15 @@ def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    for section, values in found.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section} must be a table, [engine] or [server]")
+    return found
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:

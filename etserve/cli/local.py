@@ -82,7 +82,8 @@ class LocalModel:
     def _close(self) -> None:
         self._wait(self._engine.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10.0)
+        self._thread.join()
+        self._loop.close()
 
 
 @contextmanager

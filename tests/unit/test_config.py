@@ -1,0 +1,113 @@
+"""Settings come from file < environment < flags, are checked whole, and a wrong one is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etserve.config import Config, EngineConfig, ServerConfig, load_config
+from etserve.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "etserve.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_any_source_the_defaults_hold() -> None:
+    assert load_config(environment={}) == Config()
+
+
+def test_the_environment_outranks_the_file_and_flags_outrank_both(tmp_path: Path) -> None:
+    path = toml(tmp_path, '[engine]\nthreads = 1\nmax_num_seqs = 11\nmodel = "file"\n[server]\nport = 1\n')
+    environment = {"ETSERVE_MAX_NUM_SEQS": "22", "ETSERVE_MODEL": "variable", "ETSERVE_PORT": "2"}
+    config = load_config(path, {"engine": {"model": "flag"}, "server": {"port": "3"}}, environment)
+    assert (config.engine.threads, config.engine.max_num_seqs, config.engine.model) == (1, 22, "flag")
+    assert config.server.port == 3
+
+
+def test_a_flag_that_was_not_given_changes_nothing() -> None:
+    config = load_config(None, {"engine": {"model": None, "threads": None}}, {"ETSERVE_THREADS": "3"})
+    assert config.engine == EngineConfig(threads=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("prefix_caching", "false", False),
+        ("prefix_caching", "1", True),
+        ("memory_fraction", "0.25", 0.25),
+        ("max_model_len", "1024", 1024),
+        ("dtype", "float32", "float32"),
+        ("api_keys", "one, two,,", ("one", "two")),
+        ("allowed_hosts", "a.example,b.example", ("a.example", "b.example")),
+        ("insecure", "true", True),
+    ],
+)
+def test_variables_are_text_and_become_the_fields_type(field: str, text: str, value: Any) -> None:
+    config = load_config(environment={"ETSERVE_" + field.upper(): text})
+    section = config.engine if field in EngineConfig.__struct_fields__ else config.server
+    assert getattr(section, field) == value
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("engine", "threads", -1),
+        ("engine", "max_num_seqs", 0),
+        ("engine", "max_step_tokens", 15),
+        ("engine", "memory_fraction", 0.0),
+        ("engine", "memory_fraction", 1.5),
+        ("engine", "memory_fraction", "nan"),
+        ("engine", "dtype", "int3"),
+        ("engine", "max_model_len", "many"),
+        ("engine", "max_num_seqs", 1e400),
+        ("server", "port", 65_536),
+        ("server", "drain_timeout_seconds", -0.1),
+        ("server", "drain_timeout_seconds", "inf"),
+        ("server", "log_level", "chatty"),
+        ("server", "insecure", "perhaps"),
+    ],
+)
+def test_a_wrong_value_stops_the_start_and_names_the_field(section: str, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.{field}"):
+        load_config(None, {section: {field: value}}, {})
+
+
+def test_an_unknown_field_or_table_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="threds"):
+        load_config(toml(tmp_path, "[engine]\nthreds = 2\n"), environment={})
+    with pytest.raises(ConfigError, match="motor"):
+        load_config(toml(tmp_path, "[motor]\nthreads = 2\n"), environment={})
+
+
+@pytest.mark.parametrize("text", ["engine = 3\n", "[engine\n", "threads = 2\n", "[[engine]]\nthreads = 2\n"])
+def test_a_file_of_another_shape_is_a_config_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(toml(tmp_path, text), {"engine": {"model": "x"}, "server": {}}, {"ETSERVE_THREADS": "1"})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
+        load_config(tmp_path / "absent.toml", environment={})
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.toml"):
+        load_config(tmp_path / "binary.toml", environment={})
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Config().engine.threads = 2  # type: ignore[misc]
+
+
+def test_the_shipped_file_spells_out_the_defaults() -> None:
+    assert load_config(REPOSITORY / "configs" / "default.toml", environment={}) == Config()
+
+
+def test_the_shipped_file_mentions_every_setting() -> None:
+    text = (REPOSITORY / "configs" / "default.toml").read_text(encoding="utf-8")
+    fields = (*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__)
+    assert [name for name in fields if f"\n{name} = " not in text and f"\n# {name} = " not in text] == []
