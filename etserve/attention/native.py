@@ -1,0 +1,45 @@
+"""Attention by the native kernel over its own cache layout (kernels/reference_attention.py); torch writes it."""
+
+import torch
+
+from etserve.attention.backend import AttentionShape, PagedKV
+from etserve.attention.batch import StepBatch
+from etserve.kernels.attention import paged_attention
+from etserve.kernels.reference_attention import BLOCK_SIZE, slot_mapping, write_kv
+
+
+class NativeAttention:
+    """On the CPU; the cache is float32 or bfloat16. Raises ValueError for another dtype."""
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the native KV cache is float32 or bfloat16, not {dtype}")
+        self.shape = shape
+        self._dtype = dtype
+
+    def bytes_per_block(self) -> int:
+        shape = self.shape
+        return shape.num_layers * 2 * BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> PagedKV:
+        size = (num_blocks, 2, self.shape.num_kv_heads, BLOCK_SIZE * self.shape.head_dim)
+        layers = tuple(torch.zeros(size, dtype=self._dtype) for _ in range(self.shape.num_layers))
+        return PagedKV(layers, num_blocks, num_blocks * self.bytes_per_block())
+
+    def write(self, cache: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: StepBatch) -> None:
+        """See AttentionBackend.write."""
+        slots = slot_mapping(batch.query_start, batch.context_lens, batch.block_tables)
+        write_kv(cache.layers[layer], keys, values, slots)
+
+    def attend(self, cache: PagedKV, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """See AttentionBackend.attend."""
+        out, _ = paged_attention(
+            q.float().contiguous(),
+            cache.layers[layer],
+            batch.query_start,
+            batch.context_lens,
+            batch.block_tables,
+            scale=self.shape.scale,
+            window=self.shape.window,
+        )
+        return out.to(q.dtype)
