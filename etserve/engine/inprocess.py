@@ -6,13 +6,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from etserve.config import EngineConfig
 from etserve.engine.frames import Shutdown, StepDone, ToEngine
 from etserve.engine.front import HUNG_SECONDS, EngineFront
-from etserve.engine.llm_engine import LLMEngine
 from etserve.log import get_logger
 from etserve.outputs import ModelInfo
+
+if TYPE_CHECKING:
+    from etserve.engine.llm_engine import LLMEngine
 
 _log = get_logger(__name__)
 
@@ -24,7 +27,7 @@ class InProcessEngine(EngineFront):
         self,
         config: EngineConfig,
         *,
-        build: Callable[[EngineConfig], LLMEngine] | None = None,
+        build: "Callable[[EngineConfig], LLMEngine] | None" = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`build` makes the engine, in its thread; None: engine.building.build_engine."""
@@ -93,7 +96,7 @@ class InProcessEngine(EngineFront):
             _log.exception("engine thread died")
             loop.call_soon_threadsafe(self._on_death, type(error).__name__)
 
-    def _make_engine(self) -> LLMEngine:
+    def _make_engine(self) -> "LLMEngine":
         if self._build is not None:
             return self._build(self._config)
         from etserve.engine.building import build_engine
