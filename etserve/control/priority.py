@@ -51,12 +51,9 @@ class PriorityConfig:
 
     def wait_seconds(self, service_class: ServiceClass) -> float:
         """Return W of the class."""
-        waits = {
-            "decode": self.decode_wait_seconds,
-            "waiting": self.waiting_wait_seconds,
-            "batch": self.batch_wait_seconds,
-        }
-        return waits[service_class]
+        if service_class == "decode":
+            return self.decode_wait_seconds
+        return self.waiting_wait_seconds if service_class == "waiting" else self.batch_wait_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +120,19 @@ def age(candidate: Candidate, config: PriorityConfig) -> float:
     return seconds / config.wait_seconds(candidate.service_class) if seconds > 0.0 else 0.0
 
 
-def priority(candidate: Candidate, median: float, config: PriorityConfig, step: int = 0) -> float:
-    """Return P of the steered modes; higher goes first.
+def standing(candidate: Candidate, median: float, config: PriorityConfig, step: int = 0) -> float:
+    """Return w_g g + w_f f, in [0, 1]: P of the steered modes is this plus age.
 
-    entropic_inverse turns g around and leaves f and age; random replaces w_g g + w_f f by an even draw, so that both
-    placebos keep the ageing bound and differ in what they know alone.
+    entropic_inverse turns g around and leaves f; random replaces both by an even draw, so that either placebo keeps
+    the ageing bound and differs in what it knows alone.
     """
-    near_end = config.finish_weight * finish_nearness(
-        candidate.tokens_left, candidate.end_probability, config.finish_half_tokens
-    )
-    waited = age(candidate, config)
     if config.mode == "random":
-        return (config.gain_weight + config.finish_weight) * _draw(candidate, step) + waited
+        return (config.gain_weight + config.finish_weight) * _draw(candidate, step)
     share = gain(candidate.drop_per_cost, median)
     if config.mode == "entropic_inverse":
         share = 1.0 - share
-    return config.gain_weight * share + near_end + waited
+    nearness = finish_nearness(candidate.tokens_left, candidate.end_probability, config.finish_half_tokens)
+    return config.gain_weight * share + config.finish_weight * nearness
 
 
 def rank(candidates: Sequence[Candidate], slots: int, step: int, config: PriorityConfig) -> list[Candidate]:
@@ -190,14 +184,15 @@ def preemption_pays(rate_in: float, rate_out: float, horizon_seconds: float, rec
 
 def _key(candidate: Candidate, median: float, config: PriorityConfig, step: int) -> tuple[float, ...]:
     """Sort key, ascending: the overdue by how long they are, then the mode's own order; ties by age, then arrival."""
-    if is_forced(candidate, config):
+    waited = age(candidate, config)
+    if waited >= config.forced_age:
         allowed = config.forced_age * config.wait_seconds(candidate.service_class)
         return (0.0, allowed - candidate.seconds_since_service, candidate.arrival)
     if config.mode == "paper":
         rho = candidate.drop_per_cost if candidate.drop_per_cost >= 0.0 else median
         entropy = candidate.entropy_nats if math.isfinite(candidate.entropy_nats) else 0.0
         return (1.0, -rho, -entropy, candidate.arrival)
-    return (1.0, -priority(candidate, median, config, step), -age(candidate, config), candidate.arrival)
+    return (1.0, -standing(candidate, median, config, step) - waited, -waited, candidate.arrival)
 
 
 def _draw(candidate: Candidate, step: int) -> float:

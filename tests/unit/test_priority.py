@@ -24,8 +24,8 @@ from etserve.control.priority import (
     is_forced,
     median_drop_per_cost,
     preemption_pays,
-    priority,
     rank,
+    standing,
 )
 
 MODES: list[Mode] = ["fcfs", "paper", "entropic", "entropic_inverse", "random"]
@@ -83,14 +83,26 @@ def test_the_rank_does_not_depend_on_the_order_of_the_list(
     ]
 
 
-@given(candidates, st.floats(0.0, 100.0) | st.just(math.inf), st.sampled_from(AGEING))
-def test_the_priority_is_finite_and_its_base_at_most_one(one: Candidate, median: float, mode: Mode) -> None:
+@given(candidates, st.floats(0.0, 100.0) | st.just(math.inf), st.sampled_from(AGEING), st.integers(0, 1000))
+def test_what_is_added_to_age_stays_within_one_whatever_is_unknown(
+    one: Candidate, median: float, mode: Mode, step: int
+) -> None:
+    assert 0.0 <= standing(one, median, PriorityConfig(mode=mode), step) <= 1.0
+    assert age(one, PriorityConfig(mode=mode)) >= 0.0
+
+
+@pytest.mark.parametrize("mode", AGEING)
+def test_below_forcing_the_order_is_that_of_standing_plus_age(mode: Mode) -> None:
     config = PriorityConfig(mode=mode)
-    waited = age(one, config)
-    base = priority(replace(one, seconds_since_service=0.0), median, config)
-    assert 0.0 <= base <= 1.0
-    if math.isfinite(waited):
-        assert priority(one, median, config) == pytest.approx(base + waited)
+    rng = random.Random(6)
+    crowd = [
+        candidate(i, seconds=rng.uniform(0.0, 0.39), drop_per_cost=rng.random(), tokens_left=rng.uniform(0.0, 99.0))
+        for i in range(30)
+    ]
+    median = median_drop_per_cost(crowd)
+    order = rank(crowd, 4, 9, config)
+    values = [standing(c, median, config, 9) + age(c, config) for c in order]
+    assert values == sorted(values, reverse=True)
 
 
 @given(st.floats(0.0, 1e6) | st.just(math.inf), st.floats(0.0, 1e6), st.floats(0.0, 1e6))

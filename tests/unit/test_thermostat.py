@@ -146,6 +146,20 @@ def test_entropy_changes_with_log_temperature_at_the_rate_of_varentropy() -> Non
             assert slope == pytest.approx(measure(logits, at)[1], abs=1e-6)
 
 
+def test_without_varentropy_in_the_divisor_the_gain_would_have_to_be_tiny() -> None:
+    """u <- u + k (H* - H) contracts while k V < 2; V is largest for one likely token over a flat rest."""
+
+    def varentropy(p: float, vocab: int) -> float:
+        return p * (1.0 - p) * math.log(p * (vocab - 1) / (1.0 - p)) ** 2
+
+    largest = max(varentropy(i / 1000, 152_000) for i in range(1, 1000))
+    assert 2.0 / largest == pytest.approx(0.055, rel=0.05)
+    rest = math.log(0.5 / 999)
+    assert measure([math.log(0.5)] + [rest] * 999, 1.0)[1] == pytest.approx(varentropy(0.5, 1000))
+    # The normalised step stays within the bound on every distribution: its gain is kappa / V.
+    assert max(ThermostatConfig().gain / max(v, 0.25) * v for v in (0.01, 0.25, 1.0, largest)) < 2.0
+
+
 @pytest.mark.parametrize("size", [50, 2000])
 @pytest.mark.parametrize("share", [0.85, 1.0, 1.1])
 def test_a_reachable_target_is_reached_up_to_deadzone_and_leak(size: int, share: float) -> None:
