@@ -68,6 +68,7 @@ def fake_model_info(**changes: object) -> ModelInfo:
 class _Running:
     request: GenerateRequest
     is_aborted: bool = False
+    is_finished: bool = False  # the last output of every choice is out
     num_drawn: int = 0
 
 
@@ -139,8 +140,11 @@ class FakeEngine:
                 if self.raise_after is not None and position + 1 >= self.raise_after:
                     raise ValueError("secret /etc/passwd 0x7f00deadbeef")
                 if any(output.finish_reason in ("abort", "error") for output in outputs):
-                    return
+                    break
+            entry.is_finished = True
         finally:
+            if not entry.is_finished and request.request_id in self.running:
+                self.aborted.append(request.request_id)
             self.running.pop(request.request_id, None)
             self._report([])
 
@@ -233,8 +237,8 @@ class FakeEngine:
         entry = self.running.get(request_id)
         if entry is not None:
             entry.is_aborted = True
-            self.aborted.append(request_id)
-            if entry.num_drawn == 0:
+            if entry.num_drawn == 0:  # the iterator may never have been started
+                self.aborted.append(request_id)
                 self.running.pop(request_id, None)
 
     def health(self) -> EngineHealth:

@@ -41,9 +41,10 @@ class Metrics:
     def on_step(self, stats: StepStats, outputs: list[SequenceOutput]) -> None:
         """Step listener of the engine."""
         series = self._series
-        self._schedule_phase.observe(stats.schedule_seconds)
-        self._execute_phase.observe(max(0.0, stats.step_seconds - stats.schedule_seconds))
-        series.step_tokens.observe(stats.num_prefill_tokens + stats.num_decode_tokens)
+        if stats.step_seconds > 0.0:  # else the front end reports that it ended requests without the engine
+            self._schedule_phase.observe(stats.schedule_seconds)
+            self._execute_phase.observe(max(0.0, stats.step_seconds - stats.schedule_seconds))
+            series.step_tokens.observe(stats.num_prefill_tokens + stats.num_decode_tokens)
         series.prompt_tokens.inc(stats.num_prompt_tokens)
         series.prompt_tokens_cached.inc(stats.num_cached_tokens)
         series.generation_tokens.inc(sum(len(output.token_ids) for output in outputs))

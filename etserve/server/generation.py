@@ -57,8 +57,9 @@ class Generation:
         self._metrics.request_finished(time.monotonic() - self._arrival, self._num_prompt_tokens)
         self._abort_all()
         for iterator in self._iterators:
-            if isinstance(iterator, AsyncGenerator):
-                await iterator.aclose()
+            aclose = getattr(iterator, "aclose", None)  # generators have it, and so have the engine's own iterators
+            if aclose is not None:
+                await aclose()
 
     def _abort_all(self) -> None:
         # An iterator that was never started has nothing to run on closing, so the engine is told by name as well.

@@ -78,7 +78,9 @@ class PromptEncoder:
         if not ids:
             raise _refusal("it is empty")
         if len(ids) > self._max_model_len:
-            raise PromptTooLongError(len(ids), self._max_model_len)
+            error = PromptTooLongError(len(ids), self._max_model_len)
+            error.param = "prompt"
+            raise error
         self.check_ids(ids, "prompt")
         return ids
 

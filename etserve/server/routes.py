@@ -1,5 +1,6 @@
 """The routes. Each is short: read, check, admit, answer."""
 
+import asyncio
 import uuid
 from typing import Any
 
@@ -7,9 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from etserve import __version__
-from etserve.errors import RequestError
+from etserve.errors import PromptTooLongError, RequestError
 from etserve.metrics.recorder import CONTENT_TYPE
 from etserve.outputs import GenerateRequest
+from etserve.runner.grammar import validate_grammar
 from etserve.sampling_params import SamplingParams
 from etserve.server.auth import cache_salt
 from etserve.server.chat import ChatReply
@@ -60,7 +62,11 @@ async def create_completion(request: Request) -> Response:
         raise RequestError(f"`n`: at most {MAX_TOTAL_CHOICES} choices over all prompts.", param="n")
     facts = _facts(model, "cmpl", prompts, params, body)
     echo = _echoed_texts(model, body.prompt, prompts) if body.echo else None
-    return _answer(request, body, facts, CompletionReply(facts, echo))
+    try:
+        return await _answer(request, body, facts, CompletionReply(facts, echo))
+    except PromptTooLongError as error:
+        error.param = "prompt"  # which this route calls what the chat's calls messages
+        raise
 
 
 @router.post("/v1/chat/completions")
@@ -70,7 +76,7 @@ async def create_chat_completion(request: Request) -> Response:
     params = chat_params(body, model.info)
     prompt = await model.encoder.chat(body.messages)
     facts = _facts(model, "chatcmpl", [prompt], params, body)
-    return _answer(request, body, facts, ChatReply(facts))
+    return await _answer(request, body, facts, ChatReply(facts))
 
 
 def _echoed_texts(model: LoadedModel, prompt: Any, ids: list[list[int]]) -> list[str]:
@@ -95,9 +101,11 @@ def _facts(
     )
 
 
-def _answer(request: Request, body: SamplingFields, facts: ReplyFacts, reply: Reply) -> Response:
+async def _answer(request: Request, body: SamplingFields, facts: ReplyFacts, reply: Reply) -> Response:
     """Admit the prompts, all or none, and answer as the client asked."""
     state, context = _state(request), _context(request)
+    if facts.params.grammar is not None:  # compiling takes a while; the engine then finds the answer remembered
+        await asyncio.to_thread(validate_grammar, facts.params.grammar)
     salt = cache_salt(context.key_digest, body.cache_salt)
     requests = [
         GenerateRequest(

@@ -148,7 +148,13 @@ class Service:
         return True
 
     async def _start_engine(self) -> str:
-        tokenizer, info = await asyncio.gather(asyncio.to_thread(self._load_tokenizer), self.engine.start())
+        starting = asyncio.create_task(self.engine.start())
+        try:
+            tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            info = await starting
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
         state_of(self._app).set_model(info, tokenizer)
         return info.model_name
 
