@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from etserve.config import EngineConfig
 from etserve.errors import OverloadedError, PromptTooLongError, RequestError
 from etserve.outputs import GenerateRequest, ModelInfo, StepStats
+from etserve.sampling_params import SamplingParams
 
+MAX_CHOICES = 128
+MAX_LOGPROBS = 64  # what one row pass can return
 _SMOOTHING = 0.05  # weight of one step in the running means
 _MAX_RETRY_SECONDS = 60.0
 
@@ -15,14 +18,42 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
     prompt, params = request.prompt_token_ids, request.params
     if not prompt:
         raise RequestError("The prompt is empty.", param="prompt")
-    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-        raise RequestError(f"Token ids must be in [0, {info.vocab_size}).", param="prompt")
     num_output = 1 if params.max_tokens is None else params.max_tokens
     if len(prompt) + num_output > info.max_model_len:
         raise PromptTooLongError(len(prompt) + num_output, info.max_model_len)
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if any(not 0 <= token_id < info.vocab_size for token_id in ids):
+    named_ids = {
+        "prompt": prompt,
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, ids in named_ids.items():
+        if ids and (min(ids) < 0 or max(ids) >= info.vocab_size):
             raise RequestError(f"Token ids must be in [0, {info.vocab_size}).", param=name)
+    _check_params(params)
+
+
+def _check_params(params: SamplingParams) -> None:
+    """The bounds within which the engine is sure to live; the edge has its own, narrower and before anything else."""
+    bounds: dict[str, tuple[float | None, float, float]] = {
+        "temperature": (params.temperature, 0.0, 100.0),
+        "top_p": (params.top_p, 0.0, 1.0),
+        "top_k": (params.top_k, 0, 2**31 - 1),
+        "min_p": (params.min_p, 0.0, 1.0),
+        "n": (params.n, 1, MAX_CHOICES),
+        "max_tokens": (params.max_tokens, 0, 2**31 - 1),
+        "min_tokens": (params.min_tokens, 0, 2**31 - 1),
+        "presence_penalty": (params.presence_penalty, -100.0, 100.0),
+        "frequency_penalty": (params.frequency_penalty, -100.0, 100.0),
+        "repetition_penalty": (params.repetition_penalty, 1e-3, 1e3),
+        "logprobs": (params.logprobs, 0, MAX_LOGPROBS),
+        "prompt_logprobs": (params.prompt_logprobs, 0, MAX_LOGPROBS),
+        "logit_bias": (max(map(abs, params.logit_bias.values()), default=0.0), 0.0, 1e4),
+    }
+    for name, (value, low, high) in bounds.items():
+        if value is not None and not low <= value <= high:  # NaN is within no bounds
+            raise RequestError(f"{name} must be in [{low}, {high}].", param=name)
+    if "" in params.stop:
+        raise RequestError("A stop string must not be empty.", param="stop")
 
 
 @dataclass(frozen=True, slots=True)

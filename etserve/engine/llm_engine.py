@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from etserve.config import EngineConfig
+from etserve.engine.admission import check_request
 from etserve.engine.rendering import ChoiceRenderer, join
 from etserve.engine.step_stats import StepMeter
-from etserve.errors import PromptTooLongError, RequestError
+from etserve.errors import RequestError
 from etserve.log import get_logger, log_facts
 from etserve.outputs import FinishReason, GenerateRequest, ModelInfo, SequenceOutput, StepStats
 from etserve.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
@@ -65,6 +66,7 @@ class LLMEngine:
 
     def add_request(self, request: GenerateRequest) -> None:
         """Queue one sequence per choice. Raises RequestError (nothing is queued then)."""
+        check_request(request, self.info)
         sequences = [
             self._make_sequence(request, choice)
             for choice in range(request.params.n)
@@ -183,8 +185,6 @@ class LLMEngine:
         params, prompt = request.params, request.prompt_token_ids
         forced = request.forced_output[choice] if request.forced_output else []
         room = self.info.max_model_len - len(prompt)
-        if room < (1 if params.max_tokens is None else params.max_tokens):
-            raise PromptTooLongError(len(prompt) + (params.max_tokens or 1), self.info.max_model_len)
         return Sequence(
             seq_id=next(self._seq_ids),
             request_id=request.request_id,

@@ -14,6 +14,7 @@ from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
 from etserve.runner.penalties import TokenCounts, has_penalties
 from etserve.sequence import Sequence
 
+MIN_TEMPERATURE = 1e-6  # below this a draw is greedy but for ties, and f32 overflows
 Row = NDArray[np.float32]
 
 
@@ -141,14 +142,18 @@ class Sampler:
         picked = [seqs[i] for i in chosen]
         params = [seq.params for seq in picked]
         vocab = logits.shape[1]
-        tokens[chosen] = rows.sample(
+        samples = rows.sample(
             logits if len(chosen) == len(seqs) else logits[chosen],
-            temperature=np.array([p.temperature for p in params], np.float32),
+            temperature=np.array([max(p.temperature, MIN_TEMPERATURE) for p in params], np.float32),
             top_k=np.array([p.top_k if p.top_k < vocab else 0 for p in params], np.int32),
             top_p=np.array([p.top_p for p in params], np.float32),
             min_p=np.array([p.min_p for p in params], np.float32),
             uniform=np.array([uniform(s.seed, s.num_output_tokens, s.choice) for s in picked], np.float64),
-        ).token_ids
+        )
+        tokens[chosen] = samples.token_ids
+        for seq, token_id in zip(picked, samples.token_ids.tolist(), strict=True):
+            if token_id < 0:  # nothing left to draw from
+                drawn.failed[seq.seq_id] = "model_numerics"
 
 
 class _RawRows:

@@ -141,7 +141,7 @@ def test_a_refused_request_is_answered_once_per_choice() -> None:
 
 def test_three_hundred_requests_of_any_size_each_end_once() -> None:
     generator = random.Random(7)
-    engine = make_engine(num_kv_blocks=40, max_model_len=256, max_step_tokens=96, max_num_seqs=16)
+    engine = make_engine(num_kv_blocks=18, max_model_len=256, max_step_tokens=96, max_num_seqs=16)
     ends: dict[tuple[str, int], list[str]] = {}
     num_preempted = 0
     waiting = [
@@ -149,7 +149,7 @@ def test_three_hundred_requests_of_any_size_each_end_once() -> None:
             str(i),
             generator.choices(range(32, 127), k=generator.choice([1, 5, 16, 40, 150])),
             n=generator.choice([1, 1, 1, 2]),
-            max_tokens=generator.choice([0, 1, 3, 12, 40]),
+            max_tokens=generator.choice([0, 1, 3, 12, 80]),
             temperature=generator.choice([0.0, 1.0]),
             seed=i,
         )
@@ -222,3 +222,41 @@ def test_a_pool_that_cannot_hold_the_context_shortens_it_or_says_so() -> None:
         )
     with pytest.raises(ConfigError, match="no room"):
         assemble(unit_config(num_kv_blocks=None, kv_memory_bytes=100), loaded, unit_tokenizer(), "unit", {})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"top_p": 1.5},
+        {"logprobs": 65},
+        {"prompt_logprobs": -1},
+        {"n": 0},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": {320: 1.0}},
+        {"stop_token_ids": (-1,)},
+        {"stop": ("",)},
+        {"max_tokens": -1},
+    ],
+    ids=str,
+)
+def test_values_that_could_hurt_the_engine_are_refused_by_it_too(params: dict[str, Any]) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestError):
+        engine.add_request(request("r", "abc", **params))
+    check_idle(engine)
+
+
+def test_extreme_values_within_bounds_still_give_tokens() -> None:
+    wanted = [
+        request("cold", "abc", temperature=1e-45, seed=1, max_tokens=4),
+        request("hot", "abc", temperature=100.0, seed=1, max_tokens=4, ignore_eos=True),
+        request("narrow", "abc", temperature=1.0, top_p=0.0, min_p=1.0, top_k=2**31 - 1, seed=1, max_tokens=4),
+        request("punished", "abc", repetition_penalty=1e3, presence_penalty=100.0, logit_bias={5: 1e4}, max_tokens=4),
+    ]
+    outputs = run(make_engine(), wanted)
+    assert all(len(output.token_ids) == 4 for output in outputs.values())
+    assert outputs["cold", 0].token_ids == run_one(make_engine(), request("r", "abc", max_tokens=4)).token_ids
