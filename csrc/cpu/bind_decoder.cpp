@@ -62,8 +62,8 @@ void bind_decoder(nb::module_& m) {
            },
            nb::arg("shape"), nb::arg("layers"), nb::arg("final_norm"), nb::arg("head"), nb::arg("embedding"),
            nb::arg("embedding_type"), nb::arg("cos"), nb::arg("sin"))
-      .def("forward", &forward, nb::arg("token_ids"), nb::arg("positions"), nb::arg("query_start"),
-           nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("logit_rows"), nb::arg("kv"), nb::arg("num_blocks"),
+      .def("forward", &forward, nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start").noconvert(),
+           nb::arg("context_lens").noconvert(), nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(), nb::arg("kv"), nb::arg("num_blocks"),
            nb::arg("hidden"))
       .def("logits",
            [](Decoder& decoder, uintptr_t hidden, int64_t rows, uintptr_t out) {
