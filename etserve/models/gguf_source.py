@@ -102,6 +102,7 @@ class GgufSource:
         self._header, self._spec = header, spec
         self._shapes = expected_shapes(spec)
         check_tensors(
+            header.path,
             {gguf_name(name): shape for name, shape in self._shapes.items()},
             {name: (header.path, tensor.shape) for name, tensor in header.tensors.items()},
             frozenset({_ROPE_DIVISORS}),

@@ -33,7 +33,9 @@ class SafetensorsSource:
         ignored = {name for name in self._headers if _DERIVED.search(name)}
         if spec.tied_head:
             ignored.add(hf_name("head.weight"))  # a copy of the embedding
+        paths = {header.path for header in self._headers.values()}
         check_tensors(
+            paths.pop() if len(paths) == 1 else folder / INDEX_NAME,
             {hf_name(name): shape for name, shape in self._shapes.items()},
             {name: (header.path, header.shape) for name, header in self._headers.items()},
             frozenset(ignored),

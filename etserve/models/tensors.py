@@ -92,13 +92,13 @@ def _translate(name: str, top: Mapping[str, str], layer: Mapping[str, str], pref
 
 
 def check_tensors(
-    expected: Mapping[str, Shape], found: Mapping[str, tuple[Path, Shape]], ignored: frozenset[str]
+    where: Path, expected: Mapping[str, Shape], found: Mapping[str, tuple[Path, Shape]], ignored: frozenset[str]
 ) -> None:
     """Compare names and shapes of a checkpoint (in its own names) with what the decoder needs.
 
+    `where` is named for a missing tensor: the weight file, or the index of several.
     Raises ModelError naming file and tensor: missing, of another shape, or not known.
     """
-    where = next((path for path, _ in found.values()), Path("?")).parent
     for name, shape in expected.items():
         if name not in found:
             raise ModelError(f"{where}: tensor {name} is missing")
