@@ -13,8 +13,12 @@ import gguf
 import torch
 from gguf.constants import GGMLQuantizationType, LlamaFileType
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from etserve.models.files import resolve_model
+from etserve.models.gguf_source import GgufSource, read_gguf_spec
+from etserve.models.types import DecoderSpec
+from etserve.tokenizer.gguf_header import GgufHeader, read_gguf_header
 
 GGUF_NAME = "demo-bf16.gguf"
 FOLDER_NAME = "demo-bf16"
@@ -55,50 +59,42 @@ def hugging_face_names(num_layers: int) -> dict[str, str]:
     return names
 
 
-def llama_config(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """config.json of the model that a llama GGUF describes."""
-
-    def value(key: str) -> Any:
-        return reader.fields[key].contents()
-
-    heads = value("llama.attention.head_count")
+def llama_config(spec: DecoderSpec, header: GgufHeader) -> dict[str, Any]:
+    """config.json of the model."""
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [spec.architecture],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": value("llama.embedding_length"),
-        "intermediate_size": value("llama.feed_forward_length"),
-        "num_hidden_layers": value("llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("llama.attention.head_count_kv"),
-        "head_dim": value("llama.embedding_length") // heads,
-        "max_position_embeddings": value("llama.context_length"),
-        "rms_norm_eps": value("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": value("llama.rope.freq_base"),
-        "vocab_size": len(value("tokenizer.ggml.tokens")),
-        "tie_word_embeddings": not any(tensor.name == "output.weight" for tensor in reader.tensors),
-        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": value("tokenizer.ggml.eos_token_id"),
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_position,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope.theta,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tied_head,
+        "bos_token_id": header.metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": header.metadata["tokenizer.ggml.eos_token_id"],
         "torch_dtype": "bfloat16",
     }
 
 
 def export_folder(source: Path, target: Path) -> None:
     """Write config.json, model.safetensors and the tokenizer, each as transformers and vLLM read them."""
-    from transformers import AutoTokenizer
-
-    from etserve.models.gguf_source import GgufSource
-
-    target.mkdir(parents=True, exist_ok=True)
-    reader = gguf.GGUFReader(source)
-    config = llama_config(reader)
-    weights = GgufSource(source)
-    names = hugging_face_names(config["num_hidden_layers"])
-    if not config["tie_word_embeddings"]:
+    header = read_gguf_header(source)
+    spec = read_gguf_spec(header)
+    weights = GgufSource(header, spec)
+    names = hugging_face_names(spec.num_layers)
+    if not spec.tied_head:
         names["head.weight"] = "lm_head.weight"
+    target.mkdir(parents=True, exist_ok=True)
     tensors = {there: weights.tensor(ours, torch.bfloat16).clone() for ours, there in names.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = json.dumps(llama_config(spec, header), indent=2)
+    (target / "config.json").write_text(config + "\n", encoding="utf-8")
     AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(str(target))
 
 

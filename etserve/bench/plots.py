@@ -35,12 +35,17 @@ def draw(results: Sequence[BenchResult], path: Path) -> None:
     _dress(running, "Requests in flight, first round", "seconds", "requests")
     _dress(tokens, "Output rate, first round", "seconds", "tokens/s")
     workloads = dict.fromkeys(str(found.workload.get("name")) for found in results)
-    figure.suptitle(", ".join(workloads) + " · " + ", ".join(dict.fromkeys(found.model for found in results)))
+    figure.suptitle(", ".join(workloads) + " · " + ", ".join(dict.fromkeys(short(found.model) for found in results)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from None
+
+
+def short(model: str) -> str:
+    """A model's name without the folders that some servers put before it."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def in_flight(records: Sequence[RequestRecord]) -> tuple[list[float], list[int]]:

@@ -41,7 +41,10 @@ def shown(value: float | None, scale: float = 1.0, decimals: int = 1) -> str:
 
 def rates_table(found: BenchResult, summaries: Sequence[Summary]) -> Table:
     """Rates of each round and their median."""
-    table = Table(title=f"{found.workload.get('name', '')} · {found.name} · {found.model}", title_justify="left")
+    table = Table(
+        title=f"{found.workload.get('name', '')} · {found.name} · {found.model.rstrip('/').rsplit('/', 1)[-1]}",
+        title_justify="left",
+    )
     table.add_column("")
     for index in range(len(summaries)):
         table.add_column(f"round {index + 1}", justify="right")

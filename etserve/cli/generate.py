@@ -63,4 +63,5 @@ def generate(
                 f"τ {facts.tau_nats:.2f} nats · resolved {facts.nats_resolved:.2f} nats · "
                 f"mean entropy {facts.mean_entropy_nats:.2f} nats · τ per GFLOP {facts.tau_per_gflop:.3f}",
                 highlight=False,
+                soft_wrap=True,
             )

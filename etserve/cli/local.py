@@ -95,7 +95,7 @@ def open_model(config: EngineConfig, console: Console) -> Iterator[LocalModel]:
 
     files = resolve_model(config.model)
     with loading(console, f"loading {files.name}"):
-        model = LocalModel(ProcessEngine(config), load_tokenizer(files))
+        model = LocalModel(ProcessEngine(config, log_level="error"), load_tokenizer(files))
         model.__enter__()
     try:
         yield model

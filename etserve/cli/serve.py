@@ -30,5 +30,5 @@ def serve(
     log.configure(settings.server.log_level)
     resolve_model(settings.engine.model)  # a missing file is said at once, not by the engine process
     typer.echo(f"etserve: loading {settings.engine.model}", err=True)
-    code = run_server(settings, ProcessEngine(settings.engine))
+    code = run_server(settings, ProcessEngine(settings.engine, log_level=settings.server.log_level))
     raise typer.Exit(code or 0)

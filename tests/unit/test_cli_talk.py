@@ -61,7 +61,7 @@ class EchoEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> EchoEngine:
     echo = EchoEngine()
-    monkeypatch.setattr("etserve.engine.process.ProcessEngine", lambda config: echo)
+    monkeypatch.setattr("etserve.engine.process.ProcessEngine", lambda config, **_: echo)
     return echo
 
 
@@ -104,14 +104,14 @@ def test_a_prompt_beyond_the_context_is_said_in_one_line(engine: EchoEngine, cap
 
 def test_an_engine_that_cannot_start_is_stopped_and_told(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     broken = EchoEngine(start_error=EngineUnavailableError("it would not start"))
-    monkeypatch.setattr("etserve.engine.process.ProcessEngine", lambda config: broken)
+    monkeypatch.setattr("etserve.engine.process.ProcessEngine", lambda config, **_: broken)
     assert run(["generate", "x", "-m", UNIT_MODEL]) == 70
     assert capsys.readouterr().err.splitlines()[-1] == "etserve: it would not start"
     assert broken.is_stopped
 
 
 def test_an_engine_that_gives_up_midway_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr("etserve.engine.process.ProcessEngine", lambda config: EchoEngine(text="!"))
+    monkeypatch.setattr("etserve.engine.process.ProcessEngine", lambda config, **_: EchoEngine(text="!"))
     assert run(["generate", "x", "-m", UNIT_MODEL]) == 70
     assert "model_numerics" in capsys.readouterr().err
 
