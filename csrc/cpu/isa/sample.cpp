@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kTopPSlack = 1e-7;  // top_p arrives as f32: 0.3 of ten equal tokens is three
 constexpr int kNumSteps = 8;
-constexpr float kSteps[kNumSteps] = {-1.0f, -2.0f, -3.0f, -4.0f, -6.0f, -8.0f, -10.0f, -13.0f};  // of (z - max) / T
+constexpr float kSteps[kNumSteps] = {-1.5f, -3.0f, -4.5f, -6.0f, -7.5f, -9.0f, -11.0f, -13.0f};  // of (z - max) / T
 
 // Everything above `value`, and the first `ties` of those equal to it.
 struct Cut {
@@ -32,50 +32,69 @@ struct Uniform {  // xorshift: a pivot that no input can foresee by its order; t
 
 inline float median(float a, float b, float c) { return larger(smaller(a, b), smaller(larger(a, b), c)); }
 
-// The highest cut whose mass reaches `need` > 0; weights null: every key weighs 1. Reorders both arrays.
+// Keys behind the end are NaN, which compares false with everything; weights behind it are 0.
+inline F load_keys(const float* keys, int64_t left) {
+  return left >= kLanes ? load(keys) : load_below(keys, static_cast<int>(left), kNaN);
+}
+inline F load_weights(const float* weights, int64_t left) {
+  if (weights == nullptr) return set1(1.0f);
+  return left >= kLanes ? load(weights) : load_below(weights, static_cast<int>(left), 0.0f);
+}
+
+struct Masses {
+  double greater = 0.0, equal = 0.0;
+  float weight = 0.0f;  // of a key equal to the pivot
+};
+
+Masses weigh(const float* keys, const float* weights, int64_t n, float pivot) {
+  Masses masses;
+  const F bar = set1(pivot);
+  F heaviest = zero();
+  for (int64_t begin = 0; begin < n; begin += kSampleChunk) {
+    F greater = zero(), at_least_bar = zero();
+    for (int64_t i = begin; i < smaller(begin + kSampleChunk, n); i += kLanes) {
+      const F x = load_keys(keys + i, n - i), w = load_weights(weights ? weights + i : nullptr, n - i);
+      const F above = select(less(bar, x), w, zero()), not_below = select(at_least(x, bar), w, zero());
+      greater = add(greater, above);
+      at_least_bar = add(at_least_bar, not_below);
+      heaviest = max(heaviest, sub(not_below, above));
+    }
+    masses.greater += reduce_add_f64(greater);
+    masses.equal += reduce_add_f64(at_least_bar) - reduce_add_f64(greater);
+  }
+  masses.weight = reduce_max(heaviest);
+  return masses;
+}
+
+// Keeps, in place, the keys above the pivot or those below it; returns how many.
+int64_t narrow(float* keys, float* weights, int64_t n, float pivot, bool above) {
+  const F bar = set1(pivot);
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const F x = load_keys(keys + i, n - i), w = load_weights(weights ? weights + i : nullptr, n - i);
+    const Mask wanted = above ? less(bar, x) : less(x, bar);
+    if (weights) compress_store(weights + kept, wanted, w);
+    kept += compress_store(keys + kept, wanted, x);
+  }
+  return kept;
+}
+
+// The highest cut whose mass reaches `need` > 0; weights null: every key weighs 1. Overwrites both arrays.
 Cut find_cut(float* keys, float* weights, int64_t n, double need) {
   Uniform pick;
   double above = 0.0;
   while (n > 0) {
     const float pivot = median(keys[pick.below(n)], keys[pick.below(n)], keys[pick.below(n)]);
-    double mass_greater = 0.0, mass_equal = 0.0, weight = 1.0;
-    int64_t greater = 0, begin_less = n, i = 0;  // [0, greater) > pivot, [greater, i) equal, [begin_less, n) < pivot
-    while (i < begin_less) {
-      const float key = keys[i], w = weights ? weights[i] : 1.0f;
-      int64_t to = i;
-      if (key > pivot) {
-        mass_greater += w;
-        to = greater++;
-      } else if (key < pivot) {
-        to = --begin_less;
-      } else {
-        mass_equal += w;
-        weight = w;
-      }
-      if (to != i) {
-        keys[i] = keys[to];
-        keys[to] = key;
-        if (weights) {
-          weights[i] = weights[to];
-          weights[to] = w;
-        }
-      }
-      if (to <= i) ++i;
-    }
-    if (above + mass_greater >= need) {
-      n = greater;
-      continue;
-    }
-    above += mass_greater;
-    if (above + mass_equal >= need) {
+    const Masses masses = weigh(keys, weights, n, pivot);
+    const bool is_above = above + masses.greater >= need;
+    if (!is_above && above + masses.greater + masses.equal >= need) {
+      above += masses.greater;
       int64_t ties = 1;
-      while (above + static_cast<double>(ties) * weight < need && ties < begin_less - greater) ++ties;
+      while (above + static_cast<double>(ties) * masses.weight < need && ties < n) ++ties;
       return {pivot, ties};
     }
-    above += mass_equal;
-    n -= begin_less;
-    keys += begin_less;
-    if (weights) weights += begin_less;
+    if (!is_above) above += masses.greater + masses.equal;
+    n = narrow(keys, weights, n, pivot, is_above);
   }
   return {-kInf, 0};  // rounding left the whole a hair below `need`: all stay
 }
@@ -249,12 +268,18 @@ class Sampler {
   }
 
   int64_t keep(Cut cut, int64_t n) {
+    const F bar = set1(cut.value);
+    float* ids = reinterpret_cast<float*>(ids_);  // moved as they are
     int64_t kept = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      if (keys_[i] < cut.value || (keys_[i] == cut.value && cut.ties-- <= 0)) continue;
-      keys_[kept] = keys_[i];
-      weights_[kept] = weights_[i];
-      ids_[kept++] = ids_[i];
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const F x = load_keys(keys_ + i, n - i), w = load_weights(weights_ + i, n - i), id = load(ids + i);
+      uint32_t wanted = bits(less(bar, x));
+      for (uint32_t equal = bits(at_least(x, bar)) & ~wanted; equal != 0 && cut.ties > 0; equal &= equal - 1, --cut.ties)
+        wanted |= equal & (~equal + 1);
+      const Mask mask = from_bits(wanted);
+      compress_store(ids + kept, mask, id);
+      compress_store(weights_ + kept, mask, w);
+      kept += compress_store(keys_ + kept, mask, x);
     }
     store(keys_ + kept, set1(-kInf));
     return kept;

@@ -5,7 +5,7 @@
 //
 //   zero() set1(x) load(p) store(p, a) add sub mul fma(a, b, c) = a * b + c
 //   max(a, b), min(a, b): b where either is NaN
-//   less(a, b), at_least(a, b): Mask, false where either is NaN;  bits(mask);  select(mask, yes, no);  lanes_below(n)
+//   less(a, b), at_least(a, b): Mask, false where either is NaN;  bits(mask), from_bits;  select(mask, yes, no);  lanes_below(n)
 //   reduce_add, reduce_max: one fixed tree
 //   reduce_add_f64; compress_store, compress_ids: the lanes under a mask to the front of an array that takes 16 more
 //   exp_negative(x), x <= 0 or NaN: within 2 ulp, 0 below about -87.3 (avx512: below -104), -inf gives 0, NaN gives NaN

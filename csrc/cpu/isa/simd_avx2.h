@@ -2,6 +2,8 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstring>
+
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
@@ -36,6 +38,12 @@ inline Mask lanes_below(int n) {
 }
 inline uint32_t bits(Mask m) {
   return static_cast<uint32_t>(_mm256_movemask_ps(m.a)) | static_cast<uint32_t>(_mm256_movemask_ps(m.b)) << 8;
+}
+inline Mask from_bits(uint32_t m) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i low = _mm256_and_si256(lane, _mm256_set1_epi32(static_cast<int>(m & 0xff)));
+  const __m256i high = _mm256_and_si256(lane, _mm256_set1_epi32(static_cast<int>(m >> 8 & 0xff)));
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(low, lane)), _mm256_castsi256_ps(_mm256_cmpeq_epi32(high, lane))};
 }
 inline F select(Mask m, F yes, F no) { return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)}; }
 inline F load_below(const float* p, int n, float fill) {  // lanes >= n are not read
@@ -80,7 +88,8 @@ inline int compress_store(float* p, Mask m, F x) {
   float lanes[16];
   store(lanes, x);
   int count = 0;
-  for (uint32_t left = bits(m); left != 0; left &= left - 1) p[count++] = lanes[__builtin_ctz(left)];
+  for (uint32_t left = bits(m); left != 0; left &= left - 1)
+    std::memcpy(p + count++, lanes + __builtin_ctz(left), 4);  // p may hold integers
   return count;
 }
 

@@ -30,6 +30,7 @@ inline Mask less(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
 inline Mask at_least(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline Mask lanes_below(int n) { return static_cast<Mask>(n <= 0 ? 0u : n >= 16 ? 0xffffu : (1u << n) - 1u); }
 inline uint32_t bits(Mask m) { return m; }
+inline Mask from_bits(uint32_t m) { return static_cast<Mask>(m); }
 inline F select(Mask m, F yes, F no) { return {_mm512_mask_blend_ps(m, no.v, yes.v)}; }
 inline F load_below(const float* p, int n, float fill) {  // lanes >= n are not read
   return {_mm512_mask_loadu_ps(_mm512_set1_ps(fill), lanes_below(n), p)};

@@ -70,6 +70,9 @@ inline uint32_t bits(const Mask& m) {
   for (int i = 0; i < 16; ++i) r |= static_cast<uint32_t>(m.v[i]) << i;
   return r;
 }
+inline Mask from_bits(uint32_t m) {
+  return each_mask([=](int i) { return (m >> i & 1u) != 0; });
+}
 inline F select(const Mask& m, const F& yes, const F& no) {
   return each([&](int i) { return m.v[i] ? yes.v[i] : no.v[i]; });
 }
@@ -107,7 +110,7 @@ inline double reduce_add_f64(const F& a) {
 inline int compress_store(float* p, const Mask& m, const F& a) {
   int count = 0;
   for (int i = 0; i < 16; ++i)
-    if (m.v[i]) p[count++] = a.v[i];
+    if (m.v[i]) std::memcpy(p + count++, &a.v[i], 4);  // p may hold integers
   return count;
 }
 
