@@ -1,0 +1,307 @@
+"""Any order of adding, stepping, failing and cancelling keeps every promise; seeded defects are found."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from etserve.errors import PromptTooLongError
+from etserve.kv import hashing
+from etserve.kv.block_pool import BlockPool
+from etserve.kv.manager import KVCacheManager
+from etserve.sampling_params import SamplingParams
+from etserve.scheduler.scheduler import Scheduler
+from etserve.sequence import Sequence, Status
+from tests.unit.planning_helpers import EOS, expected_output, make_sequence
+from tests.unit.planning_ledger import Ledger
+
+PARAMS = st.sampled_from(
+    [
+        SamplingParams(ignore_eos=True),
+        SamplingParams(),
+        SamplingParams(min_tokens=5),
+        SamplingParams(stop_token_ids=(3, 9, 30), ignore_eos=True),
+        SamplingParams(prompt_logprobs=1),
+    ]
+)
+
+PROMPTS = st.builds(
+    lambda family, num_shared, tail: [family] * num_shared + tail or [family],
+    st.integers(1, 3),
+    st.sampled_from([0, 1, 15, 16, 17, 32, 48, 64]),
+    st.lists(st.integers(1, 4), max_size=20),
+)
+
+
+class PlanningMachine(RuleBasedStateMachine):
+    """Requests from three families of prompts, so that prefixes meet; pools from 3 blocks to thousands."""
+
+    @initialize(
+        num_blocks=st.sampled_from([6, 9, 12, 16, 3000]),
+        max_num_seqs=st.sampled_from([1, 4, 4, 12, 12]),
+        max_step_tokens=st.sampled_from([2, 5, 16, 40, 200]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, max_step_tokens: int, prefix_caching: bool) -> None:
+        self.ledger = Ledger(num_blocks, max_num_seqs, max_step_tokens, prefix_caching)
+
+    def add(self, prompt: list[int], max_output: int, forced_share: float = 0.0, **options: Any) -> None:
+        """Offer one request; whether it is accepted must depend on its size alone."""
+        seq = make_sequence(len(self.ledger.sequences), max_output=max_output, token_ids=list(prompt), **options)
+        output = expected_output(prompt, seq.cache_salt, max_output, seq.params)
+        seq.token_ids += output[: int(forced_share * len(output))]
+        if max(len(prompt), len(prompt) + max_output - 1) <= self.ledger.kv.max_tokens:
+            self.ledger.add(seq)
+        else:
+            with pytest.raises(PromptTooLongError):
+                self.ledger.add(seq)
+
+    @rule(
+        prompt=PROMPTS,
+        max_output=st.integers(0, 30),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        salt=st.sampled_from([b"", b"", b"other"]),
+        params=PARAMS,
+        forced_share=st.sampled_from([0.0, 0.0, 0.5, 0.9]),
+    )
+    def add_one(self, prompt: list[int], max_output: int, forced_share: float, **options: Any) -> None:
+        self.add(prompt, max_output, forced_share, **options)
+
+    @rule(prompt=PROMPTS, tails=st.lists(st.integers(1, 9), min_size=2, max_size=8))
+    def add_burst(self, prompt: list[int], tails: list[int]) -> None:
+        for tail in tails:
+            self.add([*prompt[:14], tail], 60 - tail)
+
+    @rule(
+        data=st.data(),
+        salt=st.sampled_from([b"", b"", b"other"]),
+        tail=st.one_of(st.none(), st.lists(st.integers(1, 4), max_size=17)),
+    )
+    def add_next_turn(self, data: st.DataObject, salt: bytes, tail: list[int] | None) -> None:
+        """Go on from what an earlier request has so far; without a tail, from its whole blocks only."""
+        if self.ledger.sequences:
+            known = self.ledger.sequences[data.draw(st.sampled_from(sorted(self.ledger.sequences)))].token_ids
+            whole = known[: len(known) // 16 * 16] or known
+            self.add(whole if tail is None else [*known, *tail], 3, salt=salt)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.ledger.step()
+
+    @rule(data=st.data())
+    def step_with_failing_rows(self, data: st.DataObject) -> None:
+        ids = sorted(seq.seq_id for seq in self.ledger.live)
+        self.ledger.step(failing=data.draw(st.sets(st.sampled_from(ids), max_size=2)) if ids else ())
+
+    @rule(data=st.data())
+    def cancel_during_a_step(self, data: st.DataObject) -> None:
+        live = sorted(self.ledger.live, key=lambda seq: seq.seq_id)
+        chosen = (
+            data.draw(st.lists(st.sampled_from(live), max_size=2, unique_by=lambda seq: seq.seq_id)) if live else []
+        )
+        self.ledger.step(cancelled=chosen)
+
+    @rule(data=st.data())
+    def cancel_anyone(self, data: st.DataObject) -> None:
+        if self.ledger.sequences:
+            self.ledger.cancel(self.ledger.sequences[data.draw(st.sampled_from(sorted(self.ledger.sequences)))])
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.drain()
+
+
+SETTINGS = settings(
+    max_examples=100,
+    stateful_step_count=15,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+SEARCH = settings(SETTINGS, max_examples=500, phases=[Phase.generate], report_multiple_bugs=False)
+
+TestPlanning = PlanningMachine.TestCase
+TestPlanning.settings = SETTINGS
+
+
+# --- seeded defects: each replaces one method by a wrong one
+
+
+def forgets_to_count_a_share(pool: BlockPool, block: int) -> None:
+    if pool._refs[block] == 0:
+        pool._cached.pop(block)
+        pool._refs[block] = 1
+
+
+def keeps_the_key_of_a_reused_block(pool: BlockPool) -> int:
+    block = pool._blank.pop() if pool._blank else pool._cached.popitem(last=False)[0]
+    pool._refs[block] = 1
+    return block
+
+
+def hands_out_what_there_is(pool: BlockPool, count: int) -> list[int] | None:
+    return [pool._take() for _ in range(min(count, pool.num_allocatable))]
+
+
+def takes_blocks_though_it_fails(kv: KVCacheManager, seq: Sequence, num_tokens: int) -> bool:
+    table = kv._holdings[seq.seq_id].table
+    while len(table) * 16 < num_tokens:
+        fresh = kv._pool.allocate(1)
+        if fresh is None:
+            kv._pool.allocate(0)
+            kv._holdings[seq.seq_id].table = table[:-1]
+            return False
+        table.extend(fresh)
+    return True
+
+
+def commits_what_is_not_computed(kv: KVCacheManager, seq: Sequence) -> None:
+    holding = kv._holdings[seq.seq_id]
+    keys = holding.chain.extend(seq.token_ids, seq.num_tokens)
+    for index in range(holding.num_committed, min(len(keys), len(holding.table))):
+        kv._pool.register(holding.table[index], keys[index])
+    holding.num_committed = max(holding.num_committed, len(keys))
+
+
+def ignores_the_salt(chain: hashing.BlockChain, salt: bytes) -> None:
+    chain.keys = []
+    chain._last = b""
+
+
+def hashes_blocks_alone(chain: hashing.BlockChain, token_ids: list[int], num_tokens: int) -> list[bytes]:
+    while (len(chain.keys) + 1) * 16 <= num_tokens:
+        start = len(chain.keys) * 16
+        chain.keys.append(hashing.hashlib.sha256(repr(token_ids[start : start + 16]).encode()).digest())
+    return chain.keys
+
+
+def finds_the_last_token_too(kv: KVCacheManager, seq: Sequence, holding: Any) -> list[int]:
+    keys = holding.chain.extend(seq.token_ids, seq.num_tokens)
+    found = [kv._pool.find(key) for key in keys]
+    return [block for block in found[: found.index(None) if None in found else None] if block is not None]
+
+
+def leaks_on_preemption(kv: KVCacheManager, seq: Sequence) -> None:
+    holding = kv._holdings[seq.seq_id]
+    holding.table.pop()
+    kv._give_back(seq, holding)
+    kv._holdings[seq.seq_id] = type(holding)(holding.chain)
+
+
+def keeps_announcing(kv: KVCacheManager, seq: Sequence, key: bytes) -> None:
+    return
+
+
+def keeps_the_content_of_the_failed(kv: KVCacheManager, seq: Sequence, keep_content: bool = True) -> None:
+    holding = kv._holdings.pop(seq.seq_id, None)
+    if holding is not None:
+        for block in holding.table[1:]:
+            kv._pool.release(block)
+
+
+def forgets_what_it_must_recompute(scheduler: Scheduler, draft: Any, seq: Sequence) -> None:
+    scheduler._running.remove(seq)
+    scheduler.kv.preempt(seq)
+    scheduler._wait(seq)
+    draft.preempted.append(seq)
+
+
+def sends_away_the_first(scheduler: Scheduler, draft: Any) -> Sequence:
+    return next(seq for seq in scheduler._running if seq.last_scheduled_step != draft.step)
+
+
+def sends_away_the_planned(scheduler: Scheduler, draft: Any) -> Sequence:
+    return next(iter(reversed(scheduler._running)))
+
+
+def gives_decodes_everything(scheduler: Scheduler) -> int:
+    return scheduler._max_step_tokens
+
+
+def lets_anyone_in(kv: KVCacheManager, seq: Sequence, headroom: int = 0) -> int | None:
+    return ADMIT(kv, seq, 0)
+
+
+def ends_twice(scheduler: Scheduler, seq: Sequence, reason: Any) -> bool:
+    return FINISH(scheduler, seq, reason) or True
+
+
+def forgets_the_waiting(scheduler: Scheduler, seq: Sequence, reason: Any) -> bool:
+    if seq.status is Status.WAITING:
+        scheduler.kv.free(seq)
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+        return True
+    return FINISH(scheduler, seq, reason)
+
+
+def stops_at_eos_alone(scheduler: Scheduler, seq: Sequence) -> Any:
+    return "stop" if seq.token_ids[-1] == EOS else None
+
+
+def takes_in_results_of_the_dead(scheduler: Scheduler, plan: Any, output: Any) -> list[Sequence]:
+    return [item.seq for item in plan.scheduled if scheduler._advance(item, output, 0.0)]
+
+
+ADMIT = KVCacheManager.admit
+FINISH = Scheduler.finish
+
+DEFECTS: list[tuple[type, str, Callable[..., Any]]] = [
+    (BlockPool, "share", forgets_to_count_a_share),
+    (BlockPool, "_take", keeps_the_key_of_a_reused_block),
+    (BlockPool, "allocate", hands_out_what_there_is),
+    (KVCacheManager, "reserve", takes_blocks_though_it_fails),
+    (KVCacheManager, "commit", commits_what_is_not_computed),
+    (hashing.BlockChain, "__init__", ignores_the_salt),
+    (hashing.BlockChain, "extend", hashes_blocks_alone),
+    (KVCacheManager, "_find_prefix_blocks", finds_the_last_token_too),
+    (KVCacheManager, "preempt", leaks_on_preemption),
+    (KVCacheManager, "_withdraw", keeps_announcing),
+    (KVCacheManager, "free", keeps_the_content_of_the_failed),
+    (Scheduler, "_preempt", forgets_what_it_must_recompute),
+    (Scheduler, "_find_victim", sends_away_the_first),
+    (Scheduler, "_decode_budget", gives_decodes_everything),
+    (KVCacheManager, "admit", lets_anyone_in),
+    (Scheduler, "finish", ends_twice),
+    (Scheduler, "finish", forgets_the_waiting),
+    (Scheduler, "_finish_reason", stops_at_eos_alone),
+    (Scheduler, "update", takes_in_results_of_the_dead),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "defect"), DEFECTS, ids=[defect.__name__ for _, _, defect in DEFECTS])
+def test_a_seeded_defect_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, defect: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(owner, name, defect)
+    with pytest.raises((AssertionError, KeyError)):  # a check, the audit, or the code itself stumbling
+        run_state_machine_as_test(PlanningMachine, settings=SEARCH)
+
+
+def drain_crowds() -> None:
+    """More decodes than budget, in pools that run out while some have been planned already: rare in the machine."""
+    for num_blocks in range(8, 18):
+        ledger = Ledger(num_blocks, max_num_seqs=8, max_step_tokens=2, prefix_caching=False)
+        for seq_id in range(8):
+            ledger.add(make_sequence(seq_id, num_tokens=3 + seq_id, max_output=40))
+        ledger.drain()
+
+
+def test_crowds_that_take_turns_in_a_short_pool_come_through() -> None:
+    drain_crowds()
+
+
+def test_a_victim_that_is_planned_already_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_find_victim", sends_away_the_planned)
+    with pytest.raises(AssertionError, match="planned and preempted"):
+        drain_crowds()
