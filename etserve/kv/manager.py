@@ -77,17 +77,15 @@ class KVCacheManager:
         return holding.table if holding is not None else []
 
     def find_prefix(self, seq: Sequence) -> int:
-        """Return how many leading tokens are cached: whole blocks, never the last token (its logits are needed)."""
+        """Return how many leading tokens are cached: whole blocks, never a token whose logits are needed (the last)."""
         return len(self._find_prefix_blocks(seq, self._holding(seq))) * BLOCK_SIZE
 
     def find_leader(self, seq: Sequence) -> Sequence | None:
         """Return the running sequence that is about to compute the first block that this waiting one misses."""
-        if not self._reuses(seq):
-            return None
         holding = self._holding(seq)
         if holding.awaited is None or holding.awaited not in self._announced:
             num_found = len(self._find_prefix_blocks(seq, holding))
-            is_missing = num_found < (seq.num_tokens - 1) // BLOCK_SIZE
+            is_missing = num_found < self._count_reusable(seq)
             holding.awaited = holding.chain.keys[num_found] if is_missing else None
         return self._announced.get(holding.awaited) if holding.awaited is not None else None
 
@@ -177,16 +175,22 @@ class KVCacheManager:
             holding = self._holdings[seq.seq_id] = _Holding(BlockChain(seq.cache_salt))
         return holding
 
-    def _reuses(self, seq: Sequence) -> bool:
-        # the prompt's logprobs come out of computing it
-        return self.prefix_caching and seq.params.prompt_logprobs is None
+    def _count_reusable(self, seq: Sequence) -> int:
+        """Return how many leading blocks may come from the cache: a token whose logits are wanted is computed."""
+        if not self.prefix_caching or seq.params.prompt_logprobs is not None:
+            return 0
+        first_wanted = seq.num_tokens - 1
+        if seq.clock.count < seq.num_forced_tokens:  # the entropies of replayed tokens are measured again
+            first_wanted = seq.num_prompt_tokens - 1 + seq.clock.count
+        return first_wanted // BLOCK_SIZE
 
     def _find_prefix_blocks(self, seq: Sequence, holding: _Holding) -> list[int]:
-        if not self._reuses(seq):
+        num_reusable = self._count_reusable(seq)
+        if num_reusable == 0:
             return []
         found: list[int] = []
         keys = holding.chain.extend(seq.token_ids, seq.num_tokens)
-        for key in keys[: (seq.num_tokens - 1) // BLOCK_SIZE]:
+        for key in keys[:num_reusable]:
             block = self._pool.find(key)
             if block is None:
                 break

@@ -3,8 +3,8 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from etserve.plan import ScheduledSequence, SchedulerOutput
 from etserve.scheduler.policy import RankFunction
-from etserve.scheduler.types import ScheduledSequence, SchedulerOutput
 from etserve.sequence import Sequence
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from etserve.errors import PromptTooLongError, RequestError
 from etserve.kv.manager import KVCacheManager
 from etserve.outputs import FinishReason
+from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.scheduler.draft import RankedQueue, StepDraft
 from etserve.scheduler.policy import RankFunction, fcfs
-from etserve.scheduler.types import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.sequence import Sequence, Status
 
 _PREFILL_SHARE = 4  # decodes leave 1/4 of the budget while a prompt is to be computed, so that neither side starves

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from etserve.config import BLOCK_SIZE
 from etserve.kv.manager import KVCacheManager
+from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.sampling_params import SamplingParams
 from etserve.scheduler.scheduler import Scheduler
-from etserve.scheduler.types import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.sequence import Sequence
 
 EOS = 0

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection
 
 from etserve.kv.manager import KVCacheManager, count_blocks
+from etserve.plan import SchedulerOutput
 from etserve.scheduler.policy import fcfs
 from etserve.scheduler.scheduler import Scheduler
-from etserve.scheduler.types import SchedulerOutput
 from etserve.sequence import Sequence, Status
 from tests.unit.planning_helpers import EOS, FakeClock, GhostModel, expected_output
 

@@ -144,6 +144,20 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole() -> None:
     assert admit_and_compute(kv, scored) == 0
 
 
+def test_replayed_tokens_are_computed_until_their_entropies_are_measured_again() -> None:
+    kv = KVCacheManager(20)
+    first = make_sequence(1, num_tokens=20, forced=range(60))
+    admit_and_compute(kv, first)
+    replay = make_sequence(2, token_ids=first.token_ids[:20], forced=range(60))
+    assert kv.find_prefix(replay) == 16  # the logits of token 19 give the first output token
+    for _ in range(30):
+        replay.clock = replay.clock.observe(1.0)
+    assert kv.find_prefix(replay) == 48  # 30 of them are measured: from token 49 on
+    for _ in range(30):
+        replay.clock = replay.clock.observe(1.0)
+    assert kv.find_prefix(replay) == 64
+
+
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
     kv = KVCacheManager(20, prefix_caching=False)
     first = make_sequence(1, num_tokens=40)

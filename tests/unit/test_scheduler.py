@@ -3,8 +3,8 @@
 import pytest
 
 from etserve.errors import PromptTooLongError, RequestError
+from etserve.plan import ModelRunnerOutput, Sampled, SchedulerOutput
 from etserve.sampling_params import SamplingParams
-from etserve.scheduler.types import ModelRunnerOutput, Sampled, SchedulerOutput
 from etserve.sequence import Sequence, Status
 from tests.unit.planning_helpers import (
     EOS,
