@@ -202,7 +202,7 @@ def _rate(workload: str, options: argparse.Namespace) -> float | None:
 def write(results: list[BenchResult], running: Sequence[Running], out: Path) -> None:
     """One result file per workload and server, a plot per workload, one Markdown table over all."""
     for found in results:
-        session.save(found, out / f"{found.workload['name']}-{found.name}.json")
+        session.save(found, session.path_for(found, out))
     for name in dict.fromkeys(found.workload["name"] for found in results):
         plots.draw([found for found in results if found.workload["name"] == name], out / f"{name}.png")
     table = report.markdown(*report.comparison_rows(results))

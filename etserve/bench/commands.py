@@ -1,21 +1,13 @@
 """`etserve bench`: options in, tables and files out. Heavy imports wait until a command runs, so that help is fast."""
 
-import json
-import secrets
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import ModuleType
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from etserve.bench.errors import BenchError
-
-if TYPE_CHECKING:
-    from etserve.bench.records import BenchResult, RoundResult
-    from etserve.bench.session import Load, Server
-    from etserve.bench.summary import Slo
 
 app = typer.Typer(no_args_is_help=True, help="Measure servers: etserve or any other with OpenAI's completions API.")
 
@@ -87,17 +79,25 @@ def serve(
     plot: Annotated[Path | None, typer.Option(help="Picture of the result (PNG).")] = None,
 ) -> None:
     """Put a workload onto one server and report latencies, rates and errors."""
-    console = Console()
-    given = _prepare(
-        console, workload=workload, tokenizer=tokenizer, api=api, send_ids=send_ids, seed=_seed(seed), scale=scale,
-        warmup=warmup, num_requests=num_requests, concurrency=concurrency, rate=rate, burstiness=burstiness,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix, trace=trace,
-        speedup=speedup, limit=limit, max_context=max_context,
+    actions, console = _actions(), Console()
+    given = actions.prepare_load(
+        console, workload=workload, tokenizer=tokenizer, api=api, send_ids=send_ids, seed=actions.drawn_seed(seed),
+        scale=scale, warmup=warmup, num_requests=num_requests, concurrency=concurrency, rate=rate,
+        burstiness=burstiness, prompt_tokens=prompt_tokens, output_tokens=output_tokens, shared_prefix=shared_prefix,
+        trace=trace, speedup=speedup, limit=limit, max_context=max_context,
     )  # fmt: skip
-    options = _TargetOptions(api, _json_object(extra_body), not no_ignore_eos, _key(api_key_file), timeout)
-    server = _server(name or url, url, model, options, tuple(server_pid or ()))
-    measured = _measure(console, [server], given, rounds)
-    _report(console, _results([server], given, measured, _slo(slo_ttft, slo_itl)), _slo(slo_ttft, slo_itl), out, plot)
+    options = actions.TargetOptions(
+        api, actions.parse_object(extra_body), not no_ignore_eos, actions.read_key(api_key_file), timeout
+    )
+    server = actions.server_at(name or url, url, model, options, tuple(server_pid or ()))
+    measured = actions.measure(console, [server], given, rounds)
+    actions.show_result(
+        console,
+        actions.results_of([server], given, measured, actions.slo_from(slo_ttft, slo_itl)),
+        actions.slo_from(slo_ttft, slo_itl),
+        out,
+        plot,
+    )
 
 
 @app.command()
@@ -121,193 +121,34 @@ def compare(
     markdown: Annotated[Path | None, typer.Option(help="Write the table as Markdown.")] = None,
 ) -> None:
     """Compare servers: from result files, or measured now in interleaved rounds (A B C A B C …)."""
-    from etserve.bench import session
-
-    console = Console()
-    results = [session.read(path) for path in files or []]
+    actions, console = _actions(), Console()
+    results = [actions.session.read(path) for path in files or []]
     if url:
-        given = _prepare(
+        given = actions.prepare_load(
             console,
             workload=workload,
             tokenizer=tokenizer,
             api=api,
-            seed=_seed(seed),
+            seed=actions.drawn_seed(seed),
             scale=scale,
             warmup=warmup,
             rate=rate,
         )
-        options = _TargetOptions(api, {}, True, _key(api_key_file), timeout)
-        servers = [_server(*_named(each), None, options, ()) for each in url]
-        fresh = _results(servers, given, _measure(console, servers, given, rounds), None)
+        options = actions.TargetOptions(api, {}, True, actions.read_key(api_key_file), timeout)
+        servers = [actions.server_at(*actions.parse_named(each), None, options, ()) for each in url]
+        fresh = actions.results_of(servers, given, actions.measure(console, servers, given, rounds), None)
         for found in fresh if out else []:
-            session.save(found, (out or Path()) / f"{found.workload['name']}-{found.name}.json")
+            actions.session.save(found, actions.session.path_for(found, out or Path()))
         results += fresh
     if not results:
         raise BenchError("nothing to compare: give result files or --url NAME=URL")
-    _show_comparison(console, results, plot, markdown)
+    actions.show_comparison(console, results, plot, markdown)
 
 
-@dataclass(frozen=True, slots=True)
-class _TargetOptions:
-    """What all requests of a run have in common."""
-
-    api: Literal["completions", "chat"]
-    extra_body: dict[str, Any]
-    ignore_eos: bool
-    api_key: str | None
-    timeout_seconds: float
-
-
-def _prepare(console: Console, **asked: Any) -> "Load":
-    _require_extra()
-    from etserve.bench.prepare import Asked, prepare
-
-    with console.status("reading the tokenizer"):
-        return prepare(Asked(**asked))
-
-
-def _require_extra() -> None:
+def _actions() -> ModuleType:
+    """What the commands do, or a word on the extra that is missing."""
     try:
-        import aiohttp  # noqa: F401
-        import matplotlib  # noqa: F401
-        import scipy  # noqa: F401
+        from etserve.bench import actions
     except ImportError as error:
         raise BenchError(f"{error.name} is not installed: pip install 'etserve[bench]'") from None
-
-
-def _server(name: str, url: str, model: str | None, options: _TargetOptions, pids: tuple[int, ...]) -> "Server":
-    import asyncio
-
-    from etserve.bench.client import Target, first_model
-    from etserve.bench.session import Server
-
-    if not url.startswith(("http://", "https://")):
-        raise BenchError(f"the URL must begin with http:// or https://, got {url!r}")
-    target = Target(
-        url=url.rstrip("/").removesuffix("/v1"),
-        model=model or asyncio.run(first_model(url.rstrip("/").removesuffix("/v1"), options.api_key)),
-        api=options.api,
-        api_key=options.api_key,
-        ignore_eos=options.ignore_eos,
-        extra_body=options.extra_body,
-        timeout_seconds=options.timeout_seconds,
-    )
-    return Server(name, target, pids)
-
-
-def _measure(console: Console, servers: "list[Server]", given: "Load", rounds: int) -> "list[list[RoundResult]]":
-    from etserve.bench.session import run_round
-
-    measured: list[list[RoundResult]] = [[] for _ in servers]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Redrawing costs CPU that the server under test needs: twice a second is enough.
-    with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as progress:
-        for index in range(rounds):
-            for place, server in enumerate(servers):
-                label = f"{given.described['name']} · {server.name} · round {index + 1}/{rounds}"
-                task = progress.add_task(label, total=given.described["num_requests"])
-                if not console.is_terminal:
-                    console.print(label)
-                measured[place].append(run_round(server, given, index, lambda _, task=task: progress.advance(task)))  # type: ignore[misc]
-    return measured
-
-
-def _results(
-    servers: "list[Server]", given: "Load", measured: "list[list[RoundResult]]", slo: "Slo | None"
-) -> "list[BenchResult]":
-    from etserve.bench.session import result
-
-    return [result(server, given, rounds, slo) for server, rounds in zip(servers, measured, strict=True)]
-
-
-def _report(
-    console: Console, results: "list[BenchResult]", slo: "Slo | None", out: Path | None, plot: Path | None
-) -> None:
-    from etserve.bench import report, session
-    from etserve.bench.summary import summarise
-
-    found = results[0]
-    summaries = [summarise(each, slo) for each in found.rounds]
-    console.print(report.rates_table(found, summaries))
-    console.print(report.latency_table(summaries))
-    console.print(report.facts(summaries), highlight=False)
-    for line in report.remarks(summaries):
-        console.print(f"note: {line}", style="yellow", highlight=False)
-    console.print(f"seed {found.seed}", highlight=False)
-    if out:
-        session.save(found, out)
-        console.print(f"result: {out}", highlight=False)
-    if plot:
-        _draw(results, plot, console)
-    if not any(summary.num_complete for summary in summaries):
-        raise BenchError(f"no request completed: {_first_fault(found)}")
-
-
-def _first_fault(found: "BenchResult") -> str:
-    faults = (record for each in found.rounds for record in each.records if record.error)
-    first = next(faults, None)
-    return f"{first.error}: {first.detail}" if first else "nothing was sent"
-
-
-def _show_comparison(console: Console, results: "list[BenchResult]", plot: Path | None, markdown: Path | None) -> None:
-    from etserve.bench import report
-
-    header, rows = report.comparison_rows(results)
-    console.print(report.comparison_table(header, rows))
-    if markdown:
-        try:
-            markdown.write_text(report.markdown(header, rows), encoding="utf-8")
-        except OSError as error:
-            raise BenchError(f"{markdown}: {error.strerror}") from None
-    if plot:
-        _draw(results, plot, console)
-
-
-def _draw(results: "list[BenchResult]", plot: Path, console: Console) -> None:
-    from etserve.bench.plots import draw
-
-    draw(results, plot)
-    console.print(f"plot: {plot}", highlight=False)
-
-
-def _slo(ttft_ms: float | None, itl_ms: float | None) -> "Slo | None":
-    from etserve.bench.summary import Slo
-
-    if ttft_ms is None and itl_ms is None:
-        return None
-    return Slo(
-        ttft_seconds=None if ttft_ms is None else ttft_ms / 1e3, itl_seconds=None if itl_ms is None else itl_ms / 1e3
-    )
-
-
-def _seed(seed: int | None) -> int:
-    """A drawn seed keeps one run's prompts out of the prefix cache that an earlier run has filled."""
-    return secrets.randbelow(2**31) if seed is None else seed
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, separator, url = text.partition("=")
-    if not separator or not name:
-        raise BenchError(f"--url takes NAME=URL here, got {text!r}")
-    return name, url
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BenchError(f"--extra-body: {error}") from None
-    if not isinstance(value, dict):
-        raise BenchError("--extra-body must be a JSON object")
-    return value
-
-
-def _key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").split()[0]
-    except OSError as error:
-        raise BenchError(f"{path}: {error.strerror}") from None
-    except (IndexError, UnicodeDecodeError):
-        raise BenchError(f"{path}: holds no API key") from None
+    return actions

@@ -12,7 +12,8 @@ from etserve.bench.errors import BenchError
 from etserve.bench.records import BenchResult, RequestRecord, RoundResult
 
 matplotlib.use("Agg")
-BIN_COUNT = 60
+MAX_BINS = 60
+MIN_BIN_SECONDS = 0.25  # below it a bin holds one step or none
 
 
 def draw(results: Sequence[BenchResult], path: Path) -> None:
@@ -32,6 +33,8 @@ def draw(results: Sequence[BenchResult], path: Path) -> None:
     _dress(first, "Time to first token", "ms", "share of requests")
     _dress(gaps, "Inter-token latency", "ms (logarithmic)", "share of tokens")
     gaps.set_xscale("log")
+    if first.get_legend_handles_labels()[1]:
+        first.legend(fontsize="small")
     _dress(running, "Requests in flight, first round", "seconds", "requests")
     _dress(tokens, "Output rate, first round", "seconds", "tokens/s")
     workloads = dict.fromkeys(str(found.workload.get("name")) for found in results)
@@ -55,13 +58,14 @@ def in_flight(records: Sequence[RequestRecord]) -> tuple[list[float], list[int]]
     return times, [int(n) for n in np.cumsum([change for _, change in events])]
 
 
-def token_rate(records: Sequence[RequestRecord], num_bins: int = BIN_COUNT) -> tuple[list[float], list[float]]:
+def token_rate(records: Sequence[RequestRecord], num_bins: int | None = None) -> tuple[list[float], list[float]]:
     """Left edges of equal bins over the round, and output tokens per second in each."""
     at = [second for r in records for second in r.chunk_seconds]
     weights = [count for r in records for count in r.chunk_tokens]
     end = max((r.end_seconds for r in records), default=0.0)
     if not at or end <= 0.0:
         return [], []
+    num_bins = num_bins or max(1, min(MAX_BINS, int(end / MIN_BIN_SECONDS)))
     counts, edges = np.histogram(at, bins=num_bins, range=(0.0, end), weights=weights)
     return [float(edge) for edge in edges[:-1]], [float(n) for n in counts / (edges[1] - edges[0])]
 
@@ -84,5 +88,3 @@ def _dress(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     axes.set_ylim(bottom=0.0)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize="small")

@@ -1,6 +1,7 @@
 """Rounds of one workload against one or several servers, interleaved, and the result files they leave."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ def result(server: Server, given: Load, rounds: list[RoundResult], slo: Slo | No
         rounds=rounds,
         summaries=[msgspec.to_builtins(summarise(each, slo)) for each in rounds],
     )
+
+
+def path_for(found: BenchResult, folder: Path) -> Path:
+    """Where a result goes that is one of several: WORKLOAD-SERVER.json."""
+    return folder / (re.sub(r"[^\w.-]+", "_", f"{found.workload['name']}-{found.name}") + ".json")
 
 
 def save(found: BenchResult, path: Path) -> None:

@@ -1,6 +1,9 @@
 """`etserve bench` from the command line to its files, against a small server."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,32 @@ def test_lengths_are_a_number_or_a_range(text: str, lengths: Lengths) -> None:
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(BenchError, match="token count"):
         parse_lengths(text)
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['aiohttp'] = None; from etserve.cli.main import run; sys.exit(run(['bench', 'serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "etserve: aiohttp is not installed: pip install 'etserve[bench]'\n")
+
+
+def test_the_load_generator_never_loads_torch() -> None:
+    program = "import sys, etserve.bench.actions; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_peer_that_is_not_there_is_said() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "run_peers.py"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ETSERVE_PEER")}
+    environment["PYTHONPATH"] = str(script.parents[1])
+    done = subprocess.run(
+        [sys.executable, str(script), "--servers", "llama.cpp,vLLM"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert "llama.cpp: not measured, ETSERVE_PEER_LLAMA_SERVER is not set" in done.stdout
+    assert "vLLM: not measured, ETSERVE_PEER_VLLM_PYTHON is not set" in done.stdout
