@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quant_shape_to_byte_shape
-from numpy.typing import NDArray
 
 from etserve.errors import ModelError
 from etserve.models.config_file import convert_config
@@ -26,6 +25,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+SLICE_ELEMENTS = 1 << 20  # dequantised at once: 4 MiB of f32
 _ROPE_DIVISORS = "rope_freqs.weight"
 # config.json's name -> llama.cpp's key, below the architecture's name
 _KEYS = {
@@ -87,7 +87,7 @@ def _with_divisors(spec: DecoderSpec, header: GgufHeader) -> DecoderSpec:
         return spec
     if tensor.shape != (spec.head_dim // 2,) or tensor.kind != GGMLQuantizationType.F32:
         raise ModelError(f"{header.path}: tensor {_ROPE_DIVISORS} has shape {list(tensor.shape)}")
-    divisors = tuple(float(value) for value in _read(_map(header.path), tensor, header.path))
+    divisors = tuple(_read(_map(header.path), tensor, header.path, torch.float32).tolist())
     if not all(np.isfinite(value) and value > 0 for value in divisors):
         raise ModelError(f"{header.path}: tensor {_ROPE_DIVISORS} holds a value that is no positive number")
     rope = RopeSpec(spec.rope.theta, "divided", (("divisors", divisors),))
@@ -121,11 +121,11 @@ class GgufSource:
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """See WeightSource."""
-        values = torch.from_numpy(_read(self._data, self._header.tensors[gguf_name(name)], self._header.path))
+        values = _read(self._data, self._header.tensors[gguf_name(name)], self._header.path, dtype)
         part = name.split(".")[2] if name.startswith("layers.") else ""
         if self._is_permuted and part in ("q", "k"):
             values = _unpermute(values, self._spec.num_heads if part == "q" else self._spec.num_kv_heads)
-        return values.to(dtype).contiguous()
+        return values
 
 
 def _unpermute(values: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -142,14 +142,21 @@ def _map(path: Path) -> mmap.mmap:
         raise ModelError(f"{path}: {error}") from None
 
 
-def _read(data: mmap.mmap, tensor: GgufTensor, path: Path) -> NDArray[np.float32]:
+def _read(data: mmap.mmap, tensor: GgufTensor, path: Path, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows at a time: the package's f32 temporaries stay in the caches, and no f32 copy of a matrix is made."""
     raw = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+    rows = raw.reshape(quant_shape_to_byte_shape((prod(tensor.shape[:-1]), tensor.shape[-1]), tensor.kind))
+    out = torch.empty((len(rows), tensor.shape[-1]), dtype=dtype)
+    step = max(1, SLICE_ELEMENTS // tensor.shape[-1])
     try:
-        values = dequantize(raw.reshape(quant_shape_to_byte_shape(tensor.shape, tensor.kind)), tensor.kind)
+        for start in range(0, len(rows), step):
+            values = dequantize(rows[start : start + step], tensor.kind)
+            # F32 comes back as a view of the read-only map, which torch warns of
+            values = values if values.flags.writeable else values.copy()
+            out[start : start + step] = torch.from_numpy(values)
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"{path}: tensor {tensor.name}: {error}") from None
-    # F32 comes back as a view of the read-only map
-    return np.array(values, dtype=np.float32, copy=not values.flags.writeable).reshape(tensor.shape)
+    return out.view(tensor.shape)
 
 
 def _check_kinds(path: Path, tensors: list[GgufTensor]) -> None:

@@ -77,9 +77,14 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
         raise ConfigError(f"max_model_len {max_model_len} is beyond the model's own context of {spec.max_position}")
     dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
-    tables = rope_tables(spec, max_model_len)
+    make_decoder, tables = _decoder_class(config), rope_tables(spec, max_model_len)
+    try:
+        decoder = make_decoder(spec, weights, dtype, kv_dtype, tables)
+    except ValueError as error:  # shapes beyond the native kernels; torch takes all of them
+        where = files.gguf or files.path / "config.json"
+        raise ModelError(f"{where}: the native kernels do not take it: {error}; choose backend torch") from None
     return LoadedModel(
-        decoder=_decoder_class(config)(spec, weights, dtype, kv_dtype, tables),
+        decoder=decoder,
         spec=spec,
         name=config.served_model_name or files.name,
         dtype=_name(dtype),

@@ -1,5 +1,6 @@
-"""The torch decoder against transformers, logit by logit."""
+"""The decoders against transformers, logit by logit."""
 
+import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import transformers
 from gguf.constants import GGMLQuantizationType
 
 from etserve.config import EngineConfig
-from etserve.errors import ConfigError
+from etserve.errors import ConfigError, ModelError
 from etserve.models.files import ModelFiles, resolve_model
 from etserve.models.loader import LoadedModel, load_model, open_checkpoint
 from etserve.models.tensors import expected_shapes, hf_name
 from tests.unit.model_helpers import UNIT_MODEL, needs_demo, run_chunks, save_tiny, transformers_logits
 
+ODD = {"hidden_size": 108, "intermediate_size": 83}  # head_dim 18; the native kernels start at 16
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -36,22 +38,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral with a window": ("Mistral", {"sliding_window": 20}),
-    "mistral with own head_dim": ("Mistral", {"head_dim": 10, "sliding_window": None}),
+    "mistral with own head_dim": ("Mistral", {"head_dim": 22, "sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
 
 
-def load_torch(files: ModelFiles, dtype: str = "float32") -> LoadedModel:
-    return load_model(EngineConfig(backend="torch", dtype=dtype), files)  # type: ignore[arg-type]
+HAS_NATIVE = importlib.util.find_spec("etserve._cpu") is not None
+BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not HAS_NATIVE, reason="csrc is not built"))]
 
 
+def load(files: ModelFiles, dtype: str = "float32", backend: str = "torch") -> LoadedModel:
+    return load_model(EngineConfig(backend=backend, dtype=dtype), files)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_transformers_whole_and_in_chunks(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_whole_and_in_chunks(name: str, backend: str, tmp_path: Path) -> None:
     kind, options = CASES[name]
-    oracle = save_tiny(tmp_path, kind, **options)
-    decoder = load_torch(ModelFiles("tiny", folder=tmp_path)).decoder
+    oracle = save_tiny(tmp_path, kind, **{**ODD, **options})
+    decoder = load(ModelFiles("tiny", folder=tmp_path), backend=backend).decoder
     tokens = [random.Random(3).randrange(131) for _ in range(53)]
     expected = transformers_logits(oracle, tokens)
     for chunks in ([53], [1] * 53, [17, 16, 1, 1, 18]):
@@ -61,7 +68,7 @@ def test_logits_equal_transformers_whole_and_in_chunks(name: str, tmp_path: Path
 def test_the_unit_model_gives_transformers_logits() -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(UNIT_MODEL.folder, dtype=torch.float32).eval()
     tokens = list(b"Emma Woodhouse, handsome, clever, and rich, with a comfortable home")
-    decoder = load_torch(UNIT_MODEL).decoder
+    decoder = load(UNIT_MODEL).decoder
     got = run_chunks(decoder, tokens, [40, 1, 1, len(tokens) - 42])
     torch.testing.assert_close(got, transformers_logits(oracle, tokens), atol=1e-4, rtol=0)
 
@@ -72,7 +79,7 @@ def test_bfloat16_stays_as_close_as_transformers_own(tmp_path: Path) -> None:
     tokens = list(range(40))
     expected = transformers_logits(exact, tokens)
     theirs = (transformers_logits(rounded, tokens) - expected).abs().mean()
-    model = load_torch(ModelFiles("tiny", folder=tmp_path), "auto")
+    model = load(ModelFiles("tiny", folder=tmp_path), "auto")
     ours = (run_chunks(model.decoder, tokens, [40]) - expected).abs().mean()
     assert model.dtype == model.kv_dtype == "bfloat16"
     assert 0 < ours < 2 * theirs
@@ -82,7 +89,7 @@ def test_a_sharded_checkpoint_loads_like_a_whole_one(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "whole", "Qwen3", head_dim=16)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    whole, sharded = (load_torch(ModelFiles("m", folder=tmp_path / part)) for part in ("whole", "sharded"))
+    whole, sharded = (load(ModelFiles("m", folder=tmp_path / part)) for part in ("whole", "sharded"))
     assert torch.equal(run_chunks(whole.decoder, [5, 6, 7], [3]), run_chunks(sharded.decoder, [5, 6, 7], [3]))
     assert whole.num_parameters == sharded.num_parameters == sum(p.numel() for p in model.parameters())
 
@@ -93,8 +100,15 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
         load_model(EngineConfig(max_model_len=257), ModelFiles("tiny", folder=tmp_path))
 
 
+@pytest.mark.skipif(not HAS_NATIVE, reason="csrc is not built")
+def test_shapes_that_the_native_kernels_do_not_take_are_said_at_the_start(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    with pytest.raises(ModelError, match=r"config\.json: .*head_dim must be .*backend torch"):
+        load(ModelFiles("tiny", folder=tmp_path), backend="auto")
+
+
 def test_what_a_loaded_model_says_of_itself() -> None:
-    model = load_torch(UNIT_MODEL, "auto")
+    model = load(UNIT_MODEL, "auto")
     assert (model.dtype, model.kv_dtype, model.quantization) == ("bfloat16", "bfloat16", None)
     assert (model.num_parameters, model.eos_token_ids, model.max_model_len) == (828_544, (257,), 2048)
     assert model.decoder.weight_bytes == 2 * 828_544
@@ -146,7 +160,7 @@ def test_the_demo_gives_transformers_logits_on_the_same_dequantised_weights() ->
         8182,
         2,
     ]
-    model = load_torch(files)
+    model = load(files)
     got = run_chunks(model.decoder, tokens, [13, 1, 6])
     torch.testing.assert_close(got, transformers_logits(oracle.eval(), tokens), atol=1e-3, rtol=0)
     assert (model.quantization, model.eos_token_ids, model.max_model_len) == ("Q4_1", (0, 2), 8192)
