@@ -161,12 +161,15 @@ class Scheduler:
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Let sequences in, best rank first, until a seat, the budget or the blocks run out.
 
-        Nobody overtakes one for whom only blocks are missing; one whose prefix is being computed is passed over.
+        Nobody overtakes one for whom only blocks are missing; one whose prefix is being computed is passed over, but
+        its seat is kept.
         """
+        num_kept_seats = 0
         for seq in self._waiting:
-            if draft.budget == 0 or len(self._running) >= self._max_num_seqs:
+            if draft.budget == 0 or len(self._running) + num_kept_seats >= self._max_num_seqs:
                 return
             if self._has_leader(seq):
+                num_kept_seats += 1
                 continue
             # each running sequence may soon need one block more: do not let in what would be preempted at once
             headroom = len(self._running) + 1 if len(self._running) else 0

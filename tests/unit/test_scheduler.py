@@ -261,6 +261,18 @@ def test_others_pass_those_who_wait_for_a_prefix() -> None:
     assert [item.seq.seq_id for item in scheduler.schedule().scheduled] == [0, 9]
 
 
+def test_those_who_wait_for_a_prefix_keep_their_seats() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, max_step_tokens=64)
+    for seq_id in range(3):
+        scheduler.add(make_sequence(seq_id, token_ids=[3] * 40, max_output=30))
+    scheduler.add(make_sequence(9, num_tokens=10))
+    model = GhostModel(scheduler.kv)
+    first, _ = run_step(scheduler, model)
+    second, _ = run_step(scheduler, model)
+    assert parts(first) == [(0, 0, 40)]
+    assert parts(second) == [(0, 40, 1), (1, 32, 8), (2, 32, 8)]
+
+
 def test_a_follower_goes_on_when_its_leader_is_cancelled() -> None:
     scheduler = make_scheduler(max_step_tokens=16)
     model = GhostModel(scheduler.kv)
