@@ -95,7 +95,7 @@ class HostRule:
     def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
         allowed = config.allowed_hosts
         if not allowed and not has_keys and is_loopback(config.host):
-            allowed = LOOPBACK_NAMES
+            allowed = (*LOOPBACK_NAMES, config.host)
         self._allowed = None if not allowed or "*" in allowed else frozenset(name.lower() for name in allowed)
 
     def allows(self, hosts: list[bytes]) -> bool:

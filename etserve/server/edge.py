@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etserve.config import ServerConfig
+from etserve.log import get_logger, log_facts
 from etserve.metrics.recorder import Metrics
 from etserve.server.auth import ApiKeys, HostRule, presented_key
 from etserve.server.faults import Fault, HttpError, fault_of, http_error
@@ -19,7 +20,7 @@ from etserve.server.http_protocol import MAX_HEADER_BYTES
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})  # all that needs no key
 LINGER_SECONDS = 1.0  # how long a refused client may go on sending before the connection is closed under it
 _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
-_log = logging.getLogger("etserve.server")
+_log = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -160,9 +161,8 @@ async def send_fault(fault: Fault, send: Send) -> None:
 
 def log_failure(error: BaseException, request_id: str) -> None:
     """Log where an error came from, without its message: that may quote a prompt or a key."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    where = " > ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
-    _log.error("request %s failed: %s at %s", request_id, type(error).__name__, where)
+    frames = [f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]]
+    log_facts(_log, logging.ERROR, "request failed", request=request_id, error=type(error).__name__, frames=frames)
 
 
 def _announces_body(scope: Scope) -> bool:

@@ -94,6 +94,8 @@ def make_server(app: Edge, config: ServerConfig) -> uvicorn.Server:
             interface="asgi3",
             loop="asyncio",
             log_config=None,
+            # Its lines are plain text, one for each malformed request, and a traceback's message may quote a client.
+            log_level="critical",
             access_log=False,
             proxy_headers=False,
             server_header=False,

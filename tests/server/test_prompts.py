@@ -1,0 +1,99 @@
+"""Encoding of prompts: off the event loop, bounded, and with the template's own words for what it refuses."""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from etserve.errors import OverloadedError, RequestError
+from etserve.server.prompts import INLINE_CHARACTERS, MAX_PENDING, PromptEncoder
+from etserve.server.schemas import Message
+from etserve.tokenizer.chat import ChatTemplate
+from etserve.tokenizer.tokenizer import Tokenizer
+from tests.server.helpers import TOKENIZER
+
+HELLO = [Message(role="user", content="hi")]
+
+
+class WatchedTokenizer:
+    """Records the thread of each call, and waits for `gate` where there is one."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.threads: list[threading.Thread] = []
+        self._gate = gate
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.current_thread())
+        if self._gate is not None:
+            self._gate.wait(10)
+        return TOKENIZER.encode(text, add_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return TOKENIZER.apply_chat_template(messages, add_generation_prompt)
+
+
+def encoder_of(tokenizer: Any) -> PromptEncoder:
+    return PromptEncoder(tokenizer, 320, 2048)
+
+
+def test_templates_and_long_texts_leave_the_event_loop_and_short_texts_do_not() -> None:
+    watched = WatchedTokenizer()
+    encoder = encoder_of(watched)
+
+    async def go() -> None:
+        await encoder.text("short")
+        await encoder.text("x" * (INLINE_CHARACTERS + 1))
+        await encoder.chat(HELLO)
+
+    asyncio.run(go())
+    main = threading.main_thread()
+    assert [thread is main for thread in watched.threads] == [True, False, False]
+
+
+def test_more_jobs_than_the_bound_are_shed() -> None:
+    gate = threading.Event()
+    encoder = encoder_of(WatchedTokenizer(gate))
+
+    async def go() -> list[object]:
+        jobs = [asyncio.create_task(encoder.text("x" * 3000)) for _ in range(MAX_PENDING + 5)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gate.set()
+        return list(await asyncio.gather(*jobs, return_exceptions=True))
+
+    results = asyncio.run(go())
+    assert sum(isinstance(result, OverloadedError) for result in results) == 5
+    assert sum(isinstance(result, list) for result in results) == MAX_PENDING
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate."),
+        ("{{ messages[7].content }}", None),
+        ("{{ messages + 5 }}", None),
+    ],
+)
+def test_what_a_template_refuses_is_the_clients_fault_in_the_templates_words(source: str, said: str | None) -> None:
+    backend = TOKENIZER._backend
+    spelled = Tokenizer(backend, TOKENIZER._spelling, chat_template=ChatTemplate(source, {}, "a template"))
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(encoder_of(spelled).chat(HELLO))
+    assert caught.value.param == "messages"
+    assert said is None or caught.value.message == said
+    assert "Traceback" not in caught.value.message
+    assert "0x" not in caught.value.message
+
+
+def test_a_template_that_makes_nothing_is_refused() -> None:
+    empty = Tokenizer(TOKENIZER._backend, TOKENIZER._spelling, chat_template=ChatTemplate("", {}, "a template"))
+    with pytest.raises(RequestError, match="empty prompt"):
+        asyncio.run(encoder_of(empty).chat(HELLO))
+    none = Tokenizer(TOKENIZER._backend, TOKENIZER._spelling)
+    with pytest.raises(RequestError, match="no chat template"):
+        asyncio.run(encoder_of(none).chat(HELLO))
