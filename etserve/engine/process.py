@@ -131,7 +131,8 @@ class ProcessEngine(EngineFront):
         self._restart_times: deque[float] = deque()
 
     async def start(self) -> ModelInfo:
-        """See AsyncEngine.start."""
+        """See AsyncEngine.start. A stopped engine may be started again."""
+        self._state = "starting"
         try:
             info = await self._launch()
         except (ConfigError, ModelError) as error:

@@ -7,38 +7,58 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from etserve.engine.process import ProcessEngine
 from etserve.engine.streams import merge
-from etserve.errors import ConfigError, EngineUnavailableError, ModelError
+from etserve.errors import ConfigError, EngineUnavailableError, ModelError, RequestError
 from etserve.outputs import GenerateRequest, SequenceOutput, StepStats
+from etserve.sampling_params import Grammar
 from tests.engine.helpers import PROMPTS, UNIT_MODEL, make_engine, request, run, unit_config
 
 
-def go(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 60.0))
+@dataclass
+class Bench:
+    """One engine for the whole module, and the event loop that it lives on; tests leave it ready."""
+
+    runner: asyncio.Runner
+    engine: ProcessEngine
+
+    def go(self, main: Callable[[ProcessEngine], Coroutine[Any, Any, None]]) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(main(self.engine), 120.0)
+
+        self.runner.run(bounded())
+
+    async def ready(self) -> None:
+        while not self.engine.health().is_ready:
+            await asyncio.sleep(0.02)
 
 
-@asynccontextmanager
-async def started(**settings: Any) -> AsyncIterator[ProcessEngine]:
-    engine = ProcessEngine(unit_config(), log_level="error", first_backoff_seconds=0.05, **settings)
-    await engine.start()
-    pids = {engine.health().engine_pid}
-    try:
-        yield engine
-    finally:
-        pids.add(engine.health().engine_pid)
-        await engine.stop()
-        await engine.stop()
-        for pid in pids - {None}:
-            assert not Path(f"/proc/{pid}").exists()
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Bench]:
+    with asyncio.Runner() as runner:
+        engine = ProcessEngine(unit_config(), log_level="critical", first_backoff_seconds=0.05)
+        runner.run(engine.start())
+        pid = pid_of(engine)
+        yield Bench(runner, engine)
+        pids = {pid, engine.health().engine_pid}
+        runner.run(engine.stop())
+        runner.run(engine.stop())
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids if pid)
+
+
+@pytest.fixture
+def bench(shared: Bench) -> Bench:
+    shared.engine._restart_times.clear()
+    shared.runner.run(asyncio.wait_for(shared.ready(), 60.0))
+    return shared
 
 
 async def collect(engine: ProcessEngine, wanted: GenerateRequest) -> list[SequenceOutput]:
@@ -66,6 +86,10 @@ def pid_of(engine: ProcessEngine) -> int:
     return pid
 
 
+def long_request() -> GenerateRequest:
+    return request("long", PROMPTS[0], max_tokens=1500, ignore_eos=True)
+
+
 def mixed() -> list[GenerateRequest]:
     return [
         request(str(i), prompt, temperature=0.9 * (i % 2), seed=i, n=1 + i % 2, max_tokens=60, stop=("zq",))
@@ -91,130 +115,157 @@ def check_streams(streams: list[list[SequenceOutput]], undisturbed: dict[tuple[s
 
 
 def test_streams_through_the_process_are_those_of_the_plain_engine(
-    undisturbed: dict[tuple[str, int], SequenceOutput],
+    bench: Bench, undisturbed: dict[tuple[str, int], SequenceOutput]
 ) -> None:
-    async def main() -> None:
-        async with started() as engine:
-            streams = await asyncio.gather(*(collect(engine, item) for item in mixed()))
-            check_streams(streams, undisturbed)
-            assert engine.load().num_running == 0
-            assert engine.load().kv_usage_ratio == 0.0
+    async def main(engine: ProcessEngine) -> None:
+        streams = await asyncio.gather(*(collect(engine, item) for item in mixed()))
+        check_streams(streams, undisturbed)
+        assert engine.load().num_running == 0
+        assert engine.load().kv_usage_ratio == 0.0
 
-    go(main())
+    bench.go(main)
+
+
+def test_signals_meant_for_the_group_do_not_end_the_engine(bench: Bench) -> None:
+    async def main(engine: ProcessEngine) -> None:
+        before = pid_of(engine)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            os.kill(before, name)
+        assert (await collect(engine, request("r", PROMPTS[0])))[-1].finish_reason == "length"
+        assert pid_of(engine) == before
+
+    bench.go(main)
+
+
+def test_closing_an_iterator_frees_the_engine_within_steps(bench: Bench) -> None:
+    async def main(engine: ProcessEngine) -> None:
+        iterator = engine.generate(long_request())
+        assert (await anext(iterator)).token_ids
+        last: list[StepStats] = []
+        engine.add_step_listener(lambda stats, _: last.append(stats))
+        await iterator.aclose()
+        while not last or last[-1].kv_blocks_active:
+            await asyncio.sleep(0.01)
+
+    bench.go(main)
+
+
+def test_an_error_of_one_request_does_not_reach_the_others(bench: Bench) -> None:
+    """The engine refuses a grammar that the front end let through; the stream says so."""
+
+    async def main(engine: ProcessEngine) -> None:
+        wanted = request("r", PROMPTS[0], grammar=Grammar(kind="json_schema", schema="{"))
+        with pytest.raises(RequestError):
+            engine.generate(wanted)
+        with patch("etserve.engine.front.validate_grammar"):
+            refused = asyncio.create_task(collect(engine, wanted))
+            good = asyncio.create_task(collect(engine, request("good", PROMPTS[0])))
+            assert (await refused)[-1].error_code == "invalid_schema"
+            assert (await good)[-1].finish_reason == "length"
+
+    bench.go(main)
 
 
 def test_streams_survive_a_killed_engine_with_the_same_tokens(
-    undisturbed: dict[tuple[str, int], SequenceOutput],
+    bench: Bench, undisturbed: dict[tuple[str, int], SequenceOutput]
 ) -> None:
-    async def main() -> None:
-        async with started() as engine:
-            readers = [asyncio.create_task(collect(engine, item)) for item in mixed()]
-            await until_tokens(engine, 40)
-            before = pid_of(engine)
-            os.kill(before, signal.SIGKILL)
-            check_streams(list(await asyncio.gather(*readers)), undisturbed)
-            assert pid_of(engine) != before
-            assert engine.health().num_restarts == 1
-            assert engine.health().is_ready
+    async def main(engine: ProcessEngine) -> None:
+        readers = [asyncio.create_task(collect(engine, item)) for item in mixed()]
+        await until_tokens(engine, 40)
+        before, num_restarts = pid_of(engine), engine.health().num_restarts
+        os.kill(before, signal.SIGKILL)
+        check_streams(list(await asyncio.gather(*readers)), undisturbed)
+        assert pid_of(engine) != before
+        assert engine.health().num_restarts == num_restarts + 1
 
-    go(main())
+    bench.go(main)
 
 
-def test_a_request_that_was_there_at_two_deaths_is_given_up() -> None:
-    async def main() -> None:
-        async with started() as engine:
-            reader = asyncio.create_task(collect(engine, request("r", PROMPTS[0], max_tokens=1500, ignore_eos=True)))
-            for _ in range(2):
-                await until_tokens(engine, 5)
-                os.kill(pid_of(engine), signal.SIGKILL)
-                while engine.health().is_ready:
-                    await asyncio.sleep(0.01)
-            last = (await reader)[-1]
-            assert (last.finish_reason, last.error_code) == ("error", "request_poisoned")
-            while not engine.health().is_ready:
-                await asyncio.sleep(0.05)
-            assert (await collect(engine, request("next", PROMPTS[0])))[-1].finish_reason == "length"
-
-    go(main())
-
-
-def test_while_the_engine_restarts_requests_are_refused_and_aborts_end_at_once() -> None:
-    async def main() -> None:
-        async with started() as engine:
-            reader = asyncio.create_task(collect(engine, request("r", PROMPTS[0], max_tokens=1500, ignore_eos=True)))
+def test_a_request_that_was_there_at_two_deaths_is_given_up(bench: Bench) -> None:
+    async def main(engine: ProcessEngine) -> None:
+        reader = asyncio.create_task(collect(engine, long_request()))
+        for _ in range(2):
             await until_tokens(engine, 5)
             os.kill(pid_of(engine), signal.SIGKILL)
-            while engine.health().state != "restarting":
+            while engine.health().is_ready:
                 await asyncio.sleep(0.01)
-            with pytest.raises(EngineUnavailableError):
-                engine.generate(request("new", PROMPTS[0]))
-            engine.abort("r")
-            assert (await reader)[-1].finish_reason == "abort"
+        last = (await reader)[-1]
+        assert (last.finish_reason, last.error_code) == ("error", "request_poisoned")
 
-    go(main())
+    bench.go(main)
+
+
+def test_while_the_engine_restarts_requests_are_refused_and_aborts_end_at_once(bench: Bench) -> None:
+    async def main(engine: ProcessEngine) -> None:
+        reader = asyncio.create_task(collect(engine, long_request()))
+        await until_tokens(engine, 5)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        while engine.health().state != "restarting":
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineUnavailableError):
+            engine.generate(request("new", PROMPTS[0]))
+        engine.abort("long")
+        assert (await reader)[-1].finish_reason == "abort"
+
+    bench.go(main)
 
 
 def test_a_hanging_engine_is_not_ready_then_killed_and_replaced(
-    undisturbed: dict[tuple[str, int], SequenceOutput],
+    bench: Bench, undisturbed: dict[tuple[str, int], SequenceOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with started(hung_seconds=0.5, kill_after_seconds=1.5) as engine:
-            readers = [asyncio.create_task(collect(engine, item)) for item in mixed()]
-            await until_tokens(engine, 20)
-            before = pid_of(engine)
-            os.kill(before, signal.SIGSTOP)
-            while engine.health().is_ready:
-                await asyncio.sleep(0.01)
-            assert pid_of(engine) == before
-            check_streams(list(await asyncio.gather(*readers)), undisturbed)
-            assert pid_of(engine) != before
+    monkeypatch.setattr(bench.engine, "_hung_seconds", 0.5)
+    monkeypatch.setattr(bench.engine, "_kill_after_seconds", 1.5)
 
-    go(main())
+    async def main(engine: ProcessEngine) -> None:
+        readers = [asyncio.create_task(collect(engine, item)) for item in mixed()]
+        await until_tokens(engine, 20)
+        before = pid_of(engine)
+        os.kill(before, signal.SIGSTOP)
+        while engine.health().is_ready:
+            await asyncio.sleep(0.01)
+        assert pid_of(engine) == before
+        monkeypatch.setattr(engine, "_hung_seconds", 5.0)
+        check_streams(list(await asyncio.gather(*readers)), undisturbed)
+        assert pid_of(engine) != before
 
-
-def test_an_engine_that_dies_again_and_again_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with started() as engine:
-            engine._first_backoff_seconds = 0.0
-            monkeypatch.setenv("PYTHONPATH", "/nowhere")
-            monkeypatch.setattr("etserve.engine.process.sys.executable", shutil.which("false"))
-            reader = asyncio.create_task(collect(engine, request("r", PROMPTS[0], max_tokens=1500, ignore_eos=True)))
-            await until_tokens(engine, 1)
-            os.kill(pid_of(engine), signal.SIGKILL)
-            assert "died" in await engine.wait_failed()
-            last = (await reader)[-1]
-            assert (last.finish_reason, last.error_code) == ("error", "engine_restarted")
-            assert engine.health().state == "failed"
-            with pytest.raises(EngineUnavailableError):
-                engine.generate(request("new", PROMPTS[0]))
-
-    go(main())
+    bench.go(main)
 
 
-def test_closing_an_iterator_frees_the_engine_within_steps() -> None:
-    async def main() -> None:
-        async with started() as engine:
-            iterator = engine.generate(request("r", PROMPTS[0], max_tokens=1500, ignore_eos=True))
-            assert (await anext(iterator)).token_ids
-            last: list[StepStats] = []
-            engine.add_step_listener(lambda stats, _: last.append(stats))
-            await iterator.aclose()
-            while not last or last[-1].kv_blocks_active:
-                await asyncio.sleep(0.01)
-            assert await engine.drain(1.0)
+def test_stop_ends_open_requests_and_a_start_afterwards_works(bench: Bench) -> None:
+    async def main(engine: ProcessEngine) -> None:
+        reader = asyncio.create_task(collect(engine, long_request()))
+        await until_tokens(engine, 3)
+        before = pid_of(engine)
+        num_files = len(os.listdir("/proc/self/fd"))
+        await engine.stop()
+        assert (await reader)[-1].finish_reason == "abort"
+        assert not Path(f"/proc/{before}").exists()
+        assert len(os.listdir("/proc/self/fd")) < num_files
+        with pytest.raises(EngineUnavailableError):
+            engine.generate(request("new", PROMPTS[0]))
+        await engine.start()
+        assert len(os.listdir("/proc/self/fd")) <= num_files
 
-    go(main())
+    bench.go(main)
 
 
-def test_stop_ends_open_requests_with_abort() -> None:
-    async def main() -> None:
-        async with started() as engine:
-            reader = asyncio.create_task(collect(engine, request("r", PROMPTS[0], max_tokens=1500, ignore_eos=True)))
-            await until_tokens(engine, 3)
-            await engine.stop()
-            assert (await reader)[-1].finish_reason == "abort"
+def test_an_engine_that_dies_again_and_again_fails_for_good(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test with the shared engine."""
+    monkeypatch.setattr(bench.engine, "_first_backoff_seconds", 0.0)
+    monkeypatch.setattr("etserve.engine.process.sys.executable", shutil.which("false"))
 
-    go(main())
+    async def main(engine: ProcessEngine) -> None:
+        reader = asyncio.create_task(collect(engine, long_request()))
+        await until_tokens(engine, 1)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        assert "died" in await engine.wait_failed()
+        last = (await reader)[-1]
+        assert (last.finish_reason, last.error_code) == ("error", "engine_restarted")
+        assert engine.health().state == "failed"
+        with pytest.raises(EngineUnavailableError):
+            engine.generate(request("new", PROMPTS[0]))
+
+    bench.go(main)
 
 
 def broken_model(folder: Path) -> str:
@@ -226,25 +277,42 @@ def broken_model(folder: Path) -> str:
 
 @pytest.mark.parametrize("case", ["no such path", "truncated", "wrong setting"])
 def test_a_start_that_cannot_succeed_raises_in_one_line(case: str, tmp_path: Path) -> None:
+    error: type[Exception] = ModelError
+    if case == "no such path":
+        config = unit_config(model=str(tmp_path / "none"))
+    elif case == "truncated":
+        config = unit_config(model=broken_model(tmp_path / "model"))
+    else:
+        config, error = unit_config(max_model_len=1_000_000), ConfigError
+
     async def main() -> None:
-        error: type[Exception] = ModelError
-        if case == "no such path":
-            config = unit_config(model=str(tmp_path / "none"))
-        elif case == "truncated":
-            config = unit_config(model=broken_model(tmp_path / "model"))
-        else:
-            config, error = unit_config(max_model_len=1_000_000), ConfigError
         engine = ProcessEngine(config, log_level="error")
         with pytest.raises(error) as caught:
             await engine.start()
         assert "\n" not in str(caught.value)
-        if case != "wrong setting":
+        if error is ModelError:
             assert str(tmp_path) in str(caught.value)
         assert engine.health().state == "failed"
         assert engine.health().engine_pid is None
         await engine.stop()
 
-    go(main())
+    asyncio.run(main())
+
+
+def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    async def main() -> None:
+        engine = ProcessEngine(unit_config(), log_level="error")
+        starting = asyncio.create_task(engine.start())
+        while engine.health().engine_pid is None:
+            await asyncio.sleep(0.01)
+        pid = pid_of(engine)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not Path(f"/proc/{pid}").exists()
+        await engine.stop()
+
+    asyncio.run(main())
 
 
 def spawn_worker() -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -271,35 +339,9 @@ def test_an_engine_process_fed_with_garbage_ends_with_an_error() -> None:
         assert process.wait(30) != 0
 
 
-def test_signals_meant_for_the_group_do_not_end_the_engine() -> None:
-    async def main() -> None:
-        async with started() as engine:
-            for name in (signal.SIGINT, signal.SIGTERM):
-                os.kill(pid_of(engine), name)
-            assert (await collect(engine, request("r", PROMPTS[0])))[-1].finish_reason == "length"
-            assert engine.health().num_restarts == 0
-
-    go(main())
-
-
 def test_the_front_half_imports_no_torch() -> None:
     code = (
         "import sys, etserve.engine.process, etserve.engine.inprocess, etserve.engine.client, etserve.runner.grammar;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_starting_and_stopping_leaves_no_open_files() -> None:
-    async def once() -> None:
-        async with started() as engine:
-            await collect(engine, request("r", PROMPTS[2], max_tokens=2))
-
-    def num_files() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    go(once())
-    before = num_files()
-    go(once())
-    time.sleep(0.1)
-    assert num_files() <= before
