@@ -116,6 +116,7 @@ def test_greedy_is_bypassed_in_every_mode_and_still_measured(
         state = observe(config, state, entropy, varentropy, surprisal_nats=1.0)
         assert temperature(config, state) == greedy[0]
         assert state.max_surprisal_nats == math.inf
+        assert (state.log_offset, state.saturated) == (0.0, "none")
     assert observe(config, state, 2.0, 1.0).entropy_nats >= 0.0
 
 
@@ -134,6 +135,14 @@ def test_one_step_is_clipped_and_points_to_the_target(entropy: float, varentropy
     assert step * (2.0 - entropy) >= 0.0
     if abs(2.0 - entropy) <= 0.1:
         assert step == 0.0
+
+
+@pytest.mark.parametrize(
+    ("entropy", "varentropy", "step"),
+    [(1.5, 4.0, 0.02), (2.5, 4.0, -0.02), (1.9, 4.0, 0.0), (1.88, 0.1, 0.016), (0.0, 0.5, 0.1), (9.0, 1.0, -0.1)],
+)
+def test_one_step_at_known_points(entropy: float, varentropy: float, step: float) -> None:
+    assert control_step(ThermostatConfig(target_nats=2.0), entropy, varentropy) == pytest.approx(step, abs=1e-9)
 
 
 def test_entropy_changes_with_log_temperature_at_the_rate_of_varentropy() -> None:
