@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from etserve.kernels import native
 from tests.engine.helpers import PROMPTS, load_unit, make_engine, reference_greedy, request, run, run_one, run_steps
 
 VARIANTS: list[dict[str, Any]] = [
@@ -123,3 +124,21 @@ def test_choices_that_had_ended_are_not_run_again() -> None:
     wanted = request("a", PROMPTS[1], n=3, temperature=1.0, seed=1)
     outputs = run(make_engine(), [msgspec.structs.replace(wanted, finished_choices=[0, 2])])
     assert set(outputs) == {("a", 1)}
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the native kernels are not built")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_natively_every_measured_bit_is_the_same_in_any_company(dtype: str) -> None:
+    loaded = load_unit("native", dtype)
+    wanted = [
+        request(str(i), prompt, temperature=0.7, seed=i, logprobs=3, trace="tokens", prompt_logprobs=1)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    alone = {(item.request_id, 0): run_one(make_engine(loaded), item) for item in wanted}
+    for changes in ({}, {"max_step_tokens": 16}, {"num_kv_blocks": 22, "max_model_len": 320}):
+        together = run(make_engine(loaded, **changes), wanted)
+        for key, output in together.items():
+            assert output.token_ids == alone[key].token_ids
+            assert output.logprobs == alone[key].logprobs
+            assert output.entropies == alone[key].entropies
+            assert output.prompt_logprobs == alone[key].prompt_logprobs

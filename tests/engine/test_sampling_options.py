@@ -290,3 +290,20 @@ def test_greedy_ignores_the_seed_and_top_k_one_is_greedy() -> None:
     seeded = run_one(make_engine(), request("r", PROMPTS[0], temperature=1.3, top_k=1, seed=77))
     assert seeded.token_ids == greedy.token_ids
     assert not math.isnan(sum(greedy.token_ids))
+
+
+def test_without_the_extra_structured_output_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="structured"):
+        validate_grammar(Grammar(kind="json_schema", schema='{"type": "object", "title": "asked only here"}'))
+
+
+def test_any_object_is_one_that_parses() -> None:
+    wanted = request("r", PROMPTS[0], temperature=0.7, seed=3, grammar=Grammar(kind="json_object"), max_tokens=400)
+    output = run_one(make_engine(), wanted)
+    if output.finish_reason == "stop":
+        assert isinstance(json.loads(output.text), dict)
+    else:
+        assert output.text.startswith("{")
