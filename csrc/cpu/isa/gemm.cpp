@@ -5,8 +5,9 @@
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
-
-constexpr int kPrefetchBytes = 2048;  // how far ahead of the multiply-adds a weight panel is fetched
+// While a group of panels is multiplied, the next group is fetched into L2, line by line in the same rhythm; if a group is
+// so large that it would push itself out, only so far ahead.
+constexpr int64_t kMaxGroupBytes = 256 << 10, kNearBytes = 4096;
 
 struct Tile {
   const MatmulArgs* args;
@@ -105,12 +106,13 @@ void compute_tile(const Tile& t) {
   for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+  const int64_t ahead = PANELS * panel_bytes <= kMaxGroupBytes ? PANELS * panel_bytes : kNearBytes;
   const char* w = t.w;
   for (int64_t s = a.w.padded_k() / S::kDepth; s > 0; --s, w += S::kBytes) {
     typename S::W weights[PANELS];
 #pragma GCC unroll 4
     for (int j = 0; j < PANELS; ++j) {
-      prefetch(w + j * panel_bytes + kPrefetchBytes);
+      prefetch(w + j * panel_bytes + ahead);
       weights[j] = S::load(w + j * panel_bytes);
     }
 #pragma GCC unroll 16
