@@ -166,8 +166,9 @@ class FakeEngine:
     def _step(
         self, entry: _Running, texts: list[str], reasons: list[FinishReason], position: int
     ) -> list[SequenceOutput]:
+        """One position of every choice, the last choice first: nothing may rely on their order."""
         outputs = []
-        for choice, text in enumerate(texts):
+        for choice, text in reversed(list(enumerate(texts))):
             if position < len(text) or (position == 0 and not text):
                 entry.num_drawn += 1
                 outputs.append(self._output(entry, choice, text, position, reasons[choice]))
@@ -191,7 +192,7 @@ class FakeEngine:
             text=character * self.text_per_step,
             logprobs=[] if params.logprobs is None else [_logprobs(i, params.logprobs) for i in token_ids],
             entropies=[_entropy(position, params.temperature) for _ in token_ids] if params.trace == "tokens" else [],
-            prompt_logprobs=_prompt_logprobs(request) if position == 0 else None,
+            prompt_logprobs=_prompt_logprobs(request) if position == 0 and choice == 0 else None,
             finish_reason=finish,
             error_code=code,
             num_prompt_tokens=len(request.prompt_token_ids) if is_last else 0,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from etserve.outputs import SequenceOutput, TokenEntropy
+from etserve.outputs import SequenceOutput, TokenEntropy, TokenLogprobs
 from etserve.server.logprobs import CompletionLogprobs
 from etserve.server.replies import ReplyFacts, Usage, entropic_summary, entropic_tokens
 
@@ -20,6 +20,25 @@ class _Choice:
     is_echoed: bool = False
 
 
+@dataclass(slots=True)
+class _PromptScores:
+    """A prompt's logprobs come once, with the first choice; the other choices' outputs wait here until then."""
+
+    logprobs: list[TokenLogprobs | None] | None = None
+    held: list[SequenceOutput] = field(default_factory=list)
+
+    def release(self, output: SequenceOutput) -> list[SequenceOutput]:
+        """Return the outputs that can be shaped now, in order."""
+        if output.prompt_logprobs is not None:
+            self.logprobs = output.prompt_logprobs
+            held, self.held = self.held, []
+            return [output, *held]
+        if self.logprobs is None:
+            self.held.append(output)
+            return []
+        return [output]
+
+
 class CompletionReply:
     """Gathers outputs into one object (`add`, `shape`) or turns each into chunks (`opening`, `chunks`).
 
@@ -30,6 +49,8 @@ class CompletionReply:
         self._facts = facts
         self._echo = echo
         self._choices = [_Choice(self._shaper()) for _ in range(len(facts.prompts) * facts.params.n)]
+        self._scores = [_PromptScores() for _ in facts.prompts]
+        self._is_scored = echo is not None and facts.params.logprobs is not None
         self._usage = Usage(facts)
         self._head = facts.head("text_completion")
 
@@ -41,6 +62,13 @@ class CompletionReply:
 
     def add(self, prompt_index: int, output: SequenceOutput) -> None:
         """Take in one output."""
+        for released in self._release(prompt_index, output):
+            self._add(prompt_index, released)
+
+    def _release(self, prompt_index: int, output: SequenceOutput) -> list[SequenceOutput]:
+        return self._scores[prompt_index].release(output) if self._is_scored else [output]
+
+    def _add(self, prompt_index: int, output: SequenceOutput) -> None:
         choice = self._choices[prompt_index * self._facts.params.n + output.choice]
         text, logprobs = self._take(choice, prompt_index, output)
         choice.text.append(text)
@@ -76,6 +104,10 @@ class CompletionReply:
 
     def chunks(self, prompt_index: int, output: SequenceOutput) -> list[dict[str, Any]]:
         """The chunks of one output: what it added, if anything, and the finish."""
+        released = self._release(prompt_index, output)
+        return [chunk for one in released for chunk in self._chunks(prompt_index, one)]
+
+    def _chunks(self, prompt_index: int, output: SequenceOutput) -> list[dict[str, Any]]:
         chunks = []
         index = prompt_index * self._facts.params.n + output.choice
         text, logprobs = self._take(self._choices[index], prompt_index, output)
@@ -107,11 +139,9 @@ class CompletionReply:
         if self._echo is not None and not choice.is_echoed:
             choice.is_echoed = True
             text = self._echo[prompt_index] + text
-            if choice.shaper is not None and output.prompt_logprobs is not None:
-                prompt = self._facts.prompts[prompt_index]
-                logprobs.append(choice.shaper.shape(prompt, output.prompt_logprobs, is_prompt=True))
-            elif choice.shaper is not None:
-                choice.shaper.skip(self._echo[prompt_index])
+            scores = self._scores[prompt_index].logprobs
+            if choice.shaper is not None and scores is not None:
+                logprobs.append(choice.shaper.shape(self._facts.prompts[prompt_index], scores, is_prompt=True))
         if choice.shaper is not None and output.logprobs:
             ids = [entry.token_id for entry in output.logprobs]
             logprobs.append(choice.shaper.shape(ids, list(output.logprobs)))

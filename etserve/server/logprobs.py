@@ -58,10 +58,6 @@ class CompletionLogprobs:
                 self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return shaped
 
-    def skip(self, text: str) -> None:
-        """Count text that stands before the tokens without having logprobs of its own."""
-        self._offset += len(text)
-
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         top = {self._spell(entry.token_id): max(entry.logprob, FLOOR)}
         for token_id, logprob in zip(entry.top_ids[: self._num_top], entry.top_logprobs, strict=False):

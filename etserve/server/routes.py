@@ -32,6 +32,7 @@ from etserve.server.state import LoadedModel, ServerState
 from etserve.server.streaming import EventStream, Reply, WholeReply
 
 MAX_TOTAL_CHOICES = 128  # prompts times n of one request
+MAX_SCORES = 1 << 20  # log-probabilities of echoed prompts in one reply, which is held in memory
 router = APIRouter(redirect_slashes=False)
 
 
@@ -60,6 +61,8 @@ async def create_completion(request: Request) -> Response:
     prompts = await model.encoder.prompts(body.prompt)
     if len(prompts) * params.n > MAX_TOTAL_CHOICES:
         raise RequestError(f"`n`: at most {MAX_TOTAL_CHOICES} choices over all prompts.", param="n")
+    if params.prompt_logprobs is not None:
+        _check_scores(prompts, params.n, params.prompt_logprobs)
     facts = _facts(model, "cmpl", prompts, params, body)
     echo = _echoed_texts(model, body.prompt, prompts) if body.echo else None
     try:
@@ -77,6 +80,13 @@ async def create_chat_completion(request: Request) -> Response:
     prompt = await model.encoder.chat(body.messages)
     facts = _facts(model, "chatcmpl", [prompt], params, body)
     return await _answer(request, body, facts, ChatReply(facts))
+
+
+def _check_scores(prompts: list[list[int]], num_choices: int, num_top: int) -> None:
+    if sum(map(len, prompts)) * num_choices * (1 + num_top) > MAX_SCORES:
+        raise RequestError(
+            f"`logprobs`: at most {MAX_SCORES} log-probabilities of prompts fit into one reply.", param="logprobs"
+        )
 
 
 def _echoed_texts(model: LoadedModel, prompt: Any, ids: list[list[int]]) -> list[str]:

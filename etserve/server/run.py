@@ -208,6 +208,8 @@ class Service:
         if self._forced.is_set():
             self._server.force_exit = True
         await self.engine.stop()
+        if (model := state_of(self._app).model) is not None:
+            model.encoder.close()
         await asyncio.sleep(0)  # streams that the stop has ended write their error event
         self._server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)

@@ -105,6 +105,20 @@ def test_echo_with_no_tokens_scores_the_prompt() -> None:
     assert complete(max_tokens=0).json()["error"]["param"] == "max_tokens"
 
 
+def test_every_choice_brings_the_prompts_logprobs_though_they_are_measured_once() -> None:
+    for choice in complete(prompt=["ab", "c"], n=3, echo=True, logprobs=0, max_tokens=2).json()["choices"]:
+        prompt = "ab" if choice["index"] < 3 else "c"
+        assert choice["logprobs"]["tokens"][: len(prompt)] == list(prompt)
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert len(choice["logprobs"]["tokens"]) == len(prompt) + 2
+
+
+def test_a_reply_that_would_hold_too_many_logprobs_is_refused() -> None:
+    body = {"prompt": [[1] * 1000] * 8, "n": 16, "echo": True, "max_tokens": 1}
+    assert complete(**body, logprobs=20).json()["error"]["param"] == "logprobs"
+    assert complete(**{**body, "n": 1}, logprobs=1).status_code == 200
+
+
 def test_streamed_text_and_logprobs_equal_the_whole_reply() -> None:
     body = {"prompt": ["one", "two"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 6}
     whole = complete(**body).json()
