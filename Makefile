@@ -40,7 +40,7 @@ check: lint types architecture ## what to run before each commit
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/deptry etserve
+	$(BIN)/deptry .
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

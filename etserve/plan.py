@@ -56,9 +56,11 @@ class ModelRunnerOutput:
     """What one forward pass measured, by seq_id."""
 
     sampled: dict[int, Sampled]  # one entry per scheduled sequence that samples, save the failed ones
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of tokens start+1 .. end (prompt only)
+    # of tokens start+1 .. end, as far as they are the prompt's
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)  # seq_id -> error code (non-finite logits, dead grammar)
-    forced_entropies: dict[int, list[float]] = field(default_factory=dict)  # nats, of replayed output tokens in this step
+    # nats, of the output tokens that this step replayed
+    forced_entropies: dict[int, list[float]] = field(default_factory=dict)
     num_nonfinite_rows: int = 0
     flops: dict[int, float] = field(default_factory=dict)  # seq_id -> this step's share
     bytes_read: float = 0.0

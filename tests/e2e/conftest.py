@@ -48,7 +48,9 @@ def start_server(log: Path, *arguments: str, model: str = "demo") -> Server:
     port = free_port()
     command = [sys.executable, "-m", "etserve", "serve", model, "--port", str(port), *arguments]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

@@ -1,5 +1,7 @@
 """The openai SDK, unchanged, against the demo model."""
 
+import asyncio
+import itertools
 import math
 from typing import Any
 
@@ -55,8 +57,6 @@ async def _ask(url: str, seed: int) -> str:
 
 
 def test_async_clients_side_by_side_get_what_each_gets_alone(demo_server: Server) -> None:
-    import asyncio
-
     async def together() -> list[str]:
         return await asyncio.gather(*[_ask(demo_server.url, seed) for seed in range(8)])
 
@@ -88,6 +88,6 @@ def test_the_tau_of_the_trace_follows_from_its_entropies(client: openai.OpenAI) 
     entropies = [token["entropy_nats"] for token in record["tokens"]]
     assert reply.usage is not None
     assert len(entropies) == reply.usage.completion_tokens
-    tau = sum(max(0.0, a - b) for a, b in zip(entropies, entropies[1:], strict=False))
+    tau = sum(max(0.0, a - b) for a, b in itertools.pairwise(entropies))
     assert math.isclose(tau, record["tau_nats"], abs_tol=1e-4)
     assert all(0.0 <= h <= math.log(49_152) for h in entropies)

@@ -96,5 +96,7 @@ def test_after_a_storm_every_request_has_ended_once_and_every_block_is_free(demo
 
 
 def _active_blocks(server: Server) -> float:
-    lines = [x for x in server.get("/metrics").splitlines() if x.startswith("etserve_kv_blocks{") and 'state="active"' in x]
+    lines = [
+        x for x in server.get("/metrics").splitlines() if x.startswith("etserve_kv_blocks{") and 'state="active"' in x
+    ]
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines)
