@@ -102,8 +102,6 @@ def gain(drop_per_cost: float, median: float) -> float:
     """Return g in [0, 1]: one half at the median and for the unknown."""
     if not drop_per_cost >= 0.0 or drop_per_cost == median:
         return NEUTRAL_GAIN
-    if math.isinf(drop_per_cost):
-        return 1.0
     return 1.0 / (1.0 + median / drop_per_cost) if drop_per_cost > 0.0 else 0.0
 
 
