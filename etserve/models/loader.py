@@ -20,6 +20,7 @@ from etserve.models.types import Decoder, DecoderSpec
 from etserve.models.weights import WeightSource
 from etserve.tokenizer.gguf_header import read_gguf_header
 from etserve.tokenizer.gguf_tokenizer import gguf_end_token_ids
+from etserve.tokenizer.loading import load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -60,7 +61,7 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
     config = read_config(path)
     spec = read_spec(config, path)
     generation = read_generation_config(files.path / "generation_config.json")
-    eos = _ids(generation.eos_token_id) or _ids(config.eos_token_id)
+    eos = _ids(generation.eos_token_id) or _ids(config.eos_token_id) or load_tokenizer(files).eos_token_ids
     return Checkpoint(spec, SafetensorsSource(files.path, spec), _checked_eos(eos, spec, path))
 
 
@@ -72,9 +73,7 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
     start = time.monotonic()
     checkpoint = open_checkpoint(files)
     spec, weights = checkpoint.spec, checkpoint.weights
-    max_model_len = min(config.max_model_len or spec.max_position, MAX_CONTEXT)
-    if max_model_len > spec.max_position and spec.rope.rope_type != "dynamic":
-        raise ConfigError(f"max_model_len {max_model_len} is beyond the model's own context of {spec.max_position}")
+    max_model_len = _context_length(config, spec)
     dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = _kv_dtype(config, dtype)
     make_decoder, tables = _decoder_class(config), rope_tables(spec, max_model_len)
@@ -114,6 +113,27 @@ def _decoder_class(
             raise ConfigError(f"backend native: the native kernels are not built ({error})") from None
         return TorchDecoder
     return NativeDecoder
+
+
+def _context_length(config: EngineConfig, spec: DecoderSpec) -> int:
+    """Dynamic RoPE goes beyond the length a model was described with, YaRN up to what it stretches to."""
+    asked = config.max_model_len
+    if asked is None:
+        return min(spec.max_position, MAX_CONTEXT)
+    if asked > MAX_CONTEXT:
+        raise ConfigError(f"max_model_len {asked} is more than {MAX_CONTEXT}")
+    longest = MAX_CONTEXT if spec.rope.rope_type == "dynamic" else max(spec.max_position, _yarn_length(spec))
+    if asked > longest:
+        raise ConfigError(f"max_model_len {asked} is beyond the model's own context of {longest}")
+    return asked
+
+
+def _yarn_length(spec: DecoderSpec) -> int:
+    parameters = dict(spec.rope.parameters)
+    factor, trained = parameters.get("factor"), parameters.get("original_max_position_embeddings")
+    if spec.rope.rope_type != "yarn" or not isinstance(factor, float) or not isinstance(trained, float):
+        return 0
+    return int(factor * trained)
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -135,9 +135,10 @@ def only_pickle(folder: Path) -> None:
     weights(folder).rename(folder / "pytorch_model.bin")
 
 
-def unsafe_ends(folder: Path) -> None:
+def without_ends(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
-    edit_json(folder / "config.json", eos_token_id=None)
+    for name in ("config", "tokenizer_config"):
+        edit_json(folder / f"{name}.json", eos_token_id=None, eos_token=None)
 
 
 CORPUS: dict[str, tuple[Break, str]] = {
@@ -211,7 +212,7 @@ CORPUS: dict[str, tuple[Break, str]] = {
         "tensor model.layers.3.input_layernorm.weight is missing",
     ),
     "rope theta 0": (config(rope_theta=0, rope_parameters=None), "$.rope_theta"),
-    "no end token": (unsafe_ends, "eos_token_id is missing"),
+    "no end token": (without_ends, "eos_token_id is missing"),
     "an end token outside of the vocabulary": (
         lambda f: edit_json(f / "generation_config.json", eos_token_id=10**6),
         "eos_token_id 1000000",
@@ -264,6 +265,13 @@ def test_a_rotary_buffer_and_a_copy_of_a_tied_head_are_read_past(tmp_path: Path)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(131, 48)}
     with_tensors(lambda tensors: tensors.update(extra))(tmp_path)
     assert not open_checkpoint(ModelFiles("m", folder=tmp_path)).weights.has("head.weight")
+
+
+def test_an_end_token_that_only_the_tokenizer_names_is_taken(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").unlink()
+    edit_json(tmp_path / "m" / "config.json", eos_token_id=None)
+    assert open_checkpoint(resolve_model(str(tmp_path / "m"))).eos_token_ids == (257,)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

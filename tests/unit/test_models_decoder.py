@@ -100,6 +100,14 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
         load_model(EngineConfig(max_model_len=257), ModelFiles("tiny", folder=tmp_path))
 
 
+def test_yarn_reaches_as_far_as_it_stretches(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+    files = ModelFiles("tiny", folder=tmp_path)
+    assert load_model(EngineConfig(backend="torch", max_model_len=512), files).max_model_len == 512
+    with pytest.raises(ConfigError, match="max_model_len 513 is beyond the model's own context of 512"):
+        load_model(EngineConfig(backend="torch", max_model_len=513), files)
+
+
 @pytest.mark.skipif(not HAS_NATIVE, reason="csrc is not built")
 def test_shapes_that_the_native_kernels_do_not_take_are_said_at_the_start(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
