@@ -135,6 +135,8 @@ def warm_up(engine: LLMEngine) -> None:
     """Run one prefill and one decode step, so that the first client pays for no first-time work."""
     params = SamplingParams(max_tokens=min(2, engine.info.max_model_len - 1), temperature=1.0, seed=0, ignore_eos=True)
     prompt = [0] * max(1, min(32, engine.info.max_model_len - 2))
-    engine.add_request(GenerateRequest(request_id="warm-up", prompt_token_ids=prompt, params=params))
+    engine.add_request(
+        GenerateRequest(request_id="warm-up", prompt_token_ids=prompt, params=params, cache_salt=b"warm-up")
+    )
     while engine.has_work:
         engine.step()

@@ -1,30 +1,14 @@
 """The engine in a process of its own, started again when it dies: streams go on where they stood."""
 
 import asyncio
-import contextlib
 import logging
-import os
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 
-import etserve
 from etserve.config import EngineConfig
-from etserve.engine.frames import (
-    Configure,
-    FrameBuffer,
-    FrameError,
-    Ready,
-    Shutdown,
-    StartFailed,
-    StepDone,
-    ToEngine,
-    decode_from_engine,
-    encode,
-)
+from etserve.engine.child import EngineLostError, EngineProcess, describe_exit
+from etserve.engine.frames import Configure, Ready, Shutdown, StartFailed, StepDone, ToEngine
 from etserve.engine.front import HUNG_SECONDS, EngineFront
 from etserve.errors import ConfigError, ModelError
 from etserve.log import get_logger, log_facts
@@ -36,76 +20,7 @@ RESTART_WINDOW_SECONDS = 300.0
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_DEATHS_PER_REQUEST = 2
 _STOP_SECONDS = 5.0
-_READ_BYTES = 1 << 20
-_SOCKET_BYTES = 1 << 22
 _log = get_logger(__name__)
-
-
-class EngineLostError(Exception):
-    """The process ended, or said something that is no message."""
-
-
-class _EngineProcess:
-    """One engine process and this end of its socket pair."""
-
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._buffer = FrameBuffer()
-
-    @classmethod
-    async def spawn(cls) -> "_EngineProcess":
-        ours, theirs = socket.socketpair()
-        for sock in (ours, theirs):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "etserve.engine.worker", "--fd", str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env=_child_environment(),
-            )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_BYTES)
-        return cls(process, reader, writer)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, message: ToEngine) -> None:
-        """Never waits: admission bounds what can be on its way. Nothing happens if the process is gone."""
-        if not self._writer.is_closing():
-            self._writer.write(encode(message))
-
-    async def receive(self) -> list[Ready | StartFailed | StepDone]:
-        """At least one message. Raises EngineLostError."""
-        while True:
-            try:
-                data = await self._reader.read(_READ_BYTES)
-                messages = [decode_from_engine(body) for body in self._buffer.feed(data)]
-            except (OSError, FrameError) as error:
-                raise EngineLostError(type(error).__name__) from None
-            if not data:
-                raise EngineLostError("the process closed its socket")
-            if messages:
-                return messages
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def end(self, patience_seconds: float) -> int:
-        """Wait for the process, then kill it; return its exit code. No zombie is left."""
-        try:
-            await asyncio.wait_for(self._process.wait(), patience_seconds)
-        except TimeoutError:
-            self.kill()
-        code = await self._process.wait()
-        self._writer.close()
-        return code
 
 
 class ProcessEngine(EngineFront):
@@ -125,20 +40,23 @@ class ProcessEngine(EngineFront):
         self._log_level = log_level
         self._kill_after_seconds = kill_after_seconds
         self._first_backoff_seconds = first_backoff_seconds
-        self._process: _EngineProcess | None = None
+        self._process: EngineProcess | None = None
         self._is_connected = False
         self._tasks: list[asyncio.Task[None]] = []
         self._restart_times: deque[float] = deque()
+        self._restart_patience_seconds = 60.0
 
     async def start(self) -> ModelInfo:
         """See AsyncEngine.start. A stopped engine may be started again."""
         self._state = "starting"
+        begin = self._now()
         try:
             info = await self._launch()
         except (ConfigError, ModelError) as error:
             self._state, self._detail = "failed", str(error)
             self._failed.set()
             raise
+        self._restart_patience_seconds = 60.0 + 5.0 * (self._now() - begin)
         self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._supervise, self._watch)]
         return info
 
@@ -173,14 +91,14 @@ class ProcessEngine(EngineFront):
 
     async def _launch(self) -> ModelInfo:
         """Start a process and return when its model is ready. Raises ConfigError or ModelError, leaving no process."""
-        self._process = process = await _EngineProcess.spawn()
+        self._process = process = await EngineProcess.spawn()
         try:
             process.send(Configure(self._config, self._log_level))
             message = (await process.receive())[0]
         except EngineLostError:
             code = await process.end(_STOP_SECONDS)
             self._lose_process()
-            raise ModelError(f"the engine process ended while it loaded the model ({_describe_exit(code)})") from None
+            raise ModelError(f"the engine process ended while it loaded the model ({describe_exit(code)})") from None
         except asyncio.CancelledError:
             process.kill()
             await process.end(0.0)
@@ -220,12 +138,12 @@ class ProcessEngine(EngineFront):
             code = await self._process.end(0.0)
             self._lose_process()
             log_facts(
-                _log, logging.ERROR, "engine died", exit=_describe_exit(code), reason=reason, num_open=len(self._open)
+                _log, logging.ERROR, "engine died", exit=describe_exit(code), reason=reason, num_open=len(self._open)
             )
             self._note_death()
-            await self._restart(_describe_exit(code))
+            await self._restart(describe_exit(code))
 
-    async def _pump(self, process: _EngineProcess) -> None:
+    async def _pump(self, process: EngineProcess) -> None:
         while True:
             for message in await process.receive():
                 if not isinstance(message, StepDone):
@@ -248,6 +166,7 @@ class ProcessEngine(EngineFront):
         """Give up the requests that were there too often when an engine died: one of them may be the cause."""
         if self._state != "draining":
             self._state = "restarting"
+        self._end([request for request in self._open.values() if request.is_aborted], "abort", None)
         for request in self._open.values():
             request.num_deaths += 1
         poisoned = [r for r in self._open.values() if r.num_deaths >= MAX_DEATHS_PER_REQUEST]
@@ -264,26 +183,11 @@ class ProcessEngine(EngineFront):
             await asyncio.sleep(self._first_backoff_seconds * 2 ** len(self._restart_times))
             self._restart_times.append(now)
             try:
-                await self._launch()
-            except (ConfigError, ModelError) as error:
-                exit_text = str(error)
+                await asyncio.wait_for(self._launch(), self._restart_patience_seconds)
+            except (ConfigError, ModelError, TimeoutError) as error:
+                exit_text = str(error) or "it did not get ready"
                 continue
             self._num_restarts += 1
             for request in self._open.values():
                 self._submit(request.resumed())
             return
-
-
-def _child_environment() -> dict[str, str]:
-    """Ours, with this very package found first: the child runs with -P, without the working directory on its path."""
-    environment = dict(os.environ)
-    root = str(Path(etserve.__file__).resolve().parent.parent)
-    paths = [root, environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return environment
-
-
-def _describe_exit(code: int) -> str:
-    if code == -9:
-        return "killed by signal 9: by an operator, or by the system for want of memory"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

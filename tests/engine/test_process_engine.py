@@ -210,6 +210,18 @@ def test_while_the_engine_restarts_requests_are_refused_and_aborts_end_at_once(b
     bench.go(main)
 
 
+def test_a_request_aborted_just_before_the_engine_dies_is_not_run_again(bench: Bench) -> None:
+    async def main(engine: ProcessEngine) -> None:
+        reader = asyncio.create_task(collect(engine, long_request()))
+        await until_tokens(engine, 3)
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        engine.abort("long")
+        os.kill(pid_of(engine), signal.SIGKILL)
+        assert (await reader)[-1].finish_reason == "abort"
+
+    bench.go(main)
+
+
 def test_a_hanging_engine_is_not_ready_then_killed_and_replaced(
     bench: Bench, undisturbed: dict[tuple[str, int], SequenceOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +264,7 @@ def test_stop_ends_open_requests_and_a_start_afterwards_works(bench: Bench) -> N
 def test_an_engine_that_dies_again_and_again_fails_for_good(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test with the shared engine."""
     monkeypatch.setattr(bench.engine, "_first_backoff_seconds", 0.0)
-    monkeypatch.setattr("etserve.engine.process.sys.executable", shutil.which("false"))
+    monkeypatch.setattr("etserve.engine.child.sys.executable", shutil.which("false"))
 
     async def main(engine: ProcessEngine) -> None:
         reader = asyncio.create_task(collect(engine, long_request()))
