@@ -46,8 +46,9 @@ void bind_decoder(nb::module_& m) {
       .def("__init__",
            [](DecoderShape* shape, int hidden, int intermediate, int num_heads, int num_kv_heads, int head_dim,
               int rotary_dim, int vocab, int max_position, int window, float eps, int kv_type) {
-             new (shape) DecoderShape{hidden,     intermediate, num_heads,    num_kv_heads, head_dim, rotary_dim,
-                                      vocab,      max_position, window,       eps,          static_cast<DType>(kv_type)};
+             new (shape) DecoderShape{hidden, intermediate, num_heads,    num_kv_heads, head_dim,
+                                      rotary_dim, vocab,    max_position, window,       eps,
+                                      static_cast<DType>(kv_type)};
            },
            nb::kw_only(), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
            nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("vocab"), nb::arg("max_position"), nb::arg("window"),
@@ -62,8 +63,9 @@ void bind_decoder(nb::module_& m) {
            },
            nb::arg("shape"), nb::arg("layers"), nb::arg("final_norm"), nb::arg("head"), nb::arg("embedding"),
            nb::arg("embedding_type"), nb::arg("cos"), nb::arg("sin"))
-      .def("forward", &forward, nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start").noconvert(),
-           nb::arg("context_lens").noconvert(), nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(), nb::arg("kv"), nb::arg("num_blocks"),
+      .def("forward", &forward, nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
+           nb::arg("query_start").noconvert(), nb::arg("context_lens").noconvert(),
+           nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(), nb::arg("kv"), nb::arg("num_blocks"),
            nb::arg("hidden"))
       .def("logits",
            [](Decoder& decoder, uintptr_t hidden, int64_t rows, uintptr_t out) {

@@ -70,7 +70,8 @@ void run_matmul(uintptr_t x, int64_t rows, const PackedMatrix& w, int epilogue, 
 }
 
 void run_rms_norm(uintptr_t x, int64_t rows, int64_t size, uintptr_t weight, float eps, int type, uintptr_t out) {
-  const NormArgs args{at<const float>(x), rows, size, size, at<const float>(weight), eps, at<void>(out), to_dtype(type), size};
+  const NormArgs args{at<const float>(x), rows, size, size, at<const float>(weight), eps, at<void>(out), to_dtype(type),
+                      size};
   global_pool().run([&](Team& team) { decoder_kernels().rms_norm(args, team); });
 }
 
@@ -79,9 +80,9 @@ void run_silu_mul(uintptr_t gate, uintptr_t up, int64_t rows, int64_t size, int 
   global_pool().run([&](Team& team) { decoder_kernels().silu_mul(args, team); });
 }
 
-void run_rope(uintptr_t qkv, int64_t tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, uintptr_t cos,
-              uintptr_t sin, uintptr_t positions, uintptr_t slots, uintptr_t q_norm, uintptr_t k_norm, float eps,
-              uintptr_t q, uintptr_t kv, int kv_type) {
+void run_rope(uintptr_t qkv, int64_t tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,
+              uintptr_t cos, uintptr_t sin, uintptr_t positions, uintptr_t slots, uintptr_t q_norm, uintptr_t k_norm,
+              float eps, uintptr_t q, uintptr_t kv, int kv_type) {
   const RopeArgs args{at<const float>(qkv), tokens, num_heads, num_kv_heads, head_dim, rotary_dim, at<const float>(cos),
                       at<const float>(sin), at<const int32_t>(positions), at<const int64_t>(slots),
                       at<const float>(q_norm), at<const float>(k_norm), eps, at<float>(q), at<void>(kv),
@@ -101,7 +102,8 @@ double measure_bandwidth(int64_t num_bytes, double seconds) {
   double elapsed = 0.0;
   while (elapsed < seconds) {
     pool.run([&](Team& team) {
-      sums[static_cast<size_t>(team.rank())] += decoder_kernels().read_bytes(buffer.data() + team.rank() * share, share);
+      const char* part = buffer.data() + team.rank() * share;
+      sums[static_cast<size_t>(team.rank())] += decoder_kernels().read_bytes(part, share);
     });
     ++sweeps;
     elapsed = std::chrono::duration<double>(Clock::now() - start).count();

@@ -47,7 +47,8 @@ Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, co
   const DecoderShape& s = shape_;
   require(!layers_.empty(), "a decoder needs a layer");
   require(s.head_dim % 2 == 0 && s.head_dim >= 16 && s.head_dim <= 256, "head_dim must be even, 16 .. 256");
-  require(s.rotary_dim % 2 == 0 && s.rotary_dim >= 0 && s.rotary_dim <= s.head_dim, "rotary_dim must be even, at most head_dim");
+  require(s.rotary_dim % 2 == 0 && s.rotary_dim >= 0 && s.rotary_dim <= s.head_dim,
+          "rotary_dim must be even, at most head_dim");
   require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
   require(s.kv_type == DType::f32 || s.kv_type == DType::bf16, "the KV cache is f32 or bf16");
   require(head_.n == s.vocab && head_.k == s.hidden && !head_.paired, "the head has the wrong shape");
@@ -55,7 +56,8 @@ Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, co
   for (const LayerWeights& l : layers_) {
     require(l.qkv.n == attention + 2 * kv && l.qkv.k == s.hidden && !l.qkv.paired, "qkv has the wrong shape");
     require(l.o.n == s.hidden && l.o.k == attention && !l.o.paired, "o has the wrong shape");
-    require(l.gate_up.n == s.intermediate && l.gate_up.k == s.hidden && l.gate_up.paired, "gate_up has the wrong shape");
+    require(l.gate_up.n == s.intermediate && l.gate_up.k == s.hidden && l.gate_up.paired,
+            "gate_up has the wrong shape");
     require(l.down.n == s.hidden && l.down.k == s.intermediate && !l.down.paired, "down has the wrong shape");
     for (const PackedMatrix* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
       require(m->activation() == head_.activation(), "all matrices take the same type of activation");
@@ -103,13 +105,14 @@ void Decoder::reserve(const Step& step, int team_size) {
   row_residual_.reserve(rows * s.hidden * 4);
   row_attended_.reserve(rows * attention_size() * bytes);
   const int32_t context = *std::max_element(step.context_lens, step.context_lens + step.num_seqs);
-  scratch_.reserve(4 * attention_scratch_floats(tokens, static_cast<int>(step.num_seqs), context, s.num_heads, s.head_dim,
-                                                team_size));
+  scratch_.reserve(4 * attention_scratch_floats(tokens, static_cast<int>(step.num_seqs), context, s.num_heads,
+                                                s.head_dim, team_size));
   int64_t* slots = slots_.as<int64_t>();
   for (int64_t b = 0; b < step.num_seqs; ++b)
     for (int32_t t = step.query_start[b]; t < step.query_start[b + 1]; ++t) {
       const int32_t position = step.positions[t];
-      slots[t] = int64_t{step.block_tables[b * step.max_blocks + position / kBlockSize]} * kBlockSize + position % kBlockSize;
+      const int64_t block = step.block_tables[b * step.max_blocks + position / kBlockSize];
+      slots[t] = block * kBlockSize + position % kBlockSize;
     }
 }
 
@@ -155,8 +158,8 @@ void Decoder::attend(const LayerWeights& layer, const Step& step, char* kv, bool
   decoder_kernels().matmul(
       {normed_.as<void>(), tokens, hidden_stride_, layer.qkv, Epilogue::store, qkv_.as<void>(), layer.qkv.n}, team);
   team.barrier();
-  decoder_kernels().rope_and_write({qkv_.as<float>(), tokens, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, cos_,
-                                    sin_, step.positions, slots_.as<int64_t>(), layer.q_norm, layer.k_norm, s.eps,
+  decoder_kernels().rope_and_write({qkv_.as<float>(), tokens, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim,
+                                    cos_, sin_, step.positions, slots_.as<int64_t>(), layer.q_norm, layer.k_norm, s.eps,
                                     q_.as<float>(), kv, s.kv_type},
                                    team);
   team.barrier();
@@ -185,7 +188,8 @@ void Decoder::attend(const LayerWeights& layer, const Step& step, char* kv, bool
 void Decoder::feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const {
   norm(residual, layer.post_norm, rows, team);
   decoder_kernels().matmul(
-      {normed_.as<void>(), rows, hidden_stride_, layer.gate_up, Epilogue::silu_mul, mlp_.as<void>(), mlp_stride_}, team);
+      {normed_.as<void>(), rows, hidden_stride_, layer.gate_up, Epilogue::silu_mul, mlp_.as<void>(), mlp_stride_},
+      team);
   team.barrier();
   decoder_kernels().matmul(
       {mlp_.as<void>(), rows, mlp_stride_, layer.down, Epilogue::add, residual, shape_.hidden}, team);

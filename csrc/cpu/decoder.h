@@ -56,12 +56,13 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// One call at a time: the scratch memory is the decoder's own.
 class Decoder {
  public:
   // `embedding` is null (rows are read from the packed head) or row-major [vocab][hidden] of type `embedding_type`.
   // All memory behind the pointers stays the caller's and must outlive the decoder.
-  Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, const float* final_norm, const PackedMatrix& head,
-          const void* embedding, DType embedding_type, const float* cos, const float* sin);
+  Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, const float* final_norm,
+          const PackedMatrix& head, const void* embedding, DType embedding_type, const float* cos, const float* sin);
 
   // Writes the step's KV entries and the final-normed hidden states of logit_rows, f32 [num_rows][hidden].
   // Throws std::invalid_argument, before anything is written, if the step points out of range.

@@ -47,7 +47,7 @@ struct Pool::State {
   std::mutex run_mutex;
   void (*fn)(void*, Team&) = nullptr;
   void* arg = nullptr;
-  alignas(64) std::atomic<uint32_t> epoch{0};  // bumped to start a run; odd bookkeeping is not needed, it only changes
+  alignas(64) std::atomic<uint32_t> epoch{0};  // bumped to start a run
   std::atomic<bool> stopping{false};
   alignas(64) std::atomic<uint32_t> arrived{0};
   alignas(64) std::atomic<uint32_t> phase{0};  // bumped by the last member to arrive

@@ -5,8 +5,8 @@
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
-// While a group of panels is multiplied, the next group is fetched into L2, line by line in the same rhythm; if a group is
-// so large that it would push itself out, only so far ahead.
+// While a group of panels is multiplied, the next group is fetched into L2, line by line in the same rhythm; if a group
+// is so large that it would push itself out, only so far ahead.
 constexpr int64_t kMaxGroupBytes = 256 << 10, kNearBytes = 4096;
 
 struct Tile {
@@ -81,11 +81,12 @@ void write_tile(const Tile& t, int rows, int panels, const float* sums) {
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < panels; j += is_paired ? 2 : 1) {
       const float* from = sums + (i * panels + j) * kPanel;
-      is_paired ? write_silu_mul(*t.args, t.row + i, t.panel + j, from) : write_f32(*t.args, t.row + i, t.panel + j, from);
+      const auto write = is_paired ? write_silu_mul : write_f32;
+      write(*t.args, t.row + i, t.panel + j, from);
     }
 }
 
-// A pointer that the compiler takes as it is: three rows hang on each, so that a dozen rows need four registers, not 12.
+// A pointer that the compiler takes as it is: three rows hang on each, so a dozen rows need four registers, not 12.
 template <class T>
 ETSERVE_INLINE void keep_in_register(T*& pointer) {
 #if defined(__GNUC__)
@@ -143,7 +144,7 @@ void compute_rows(const Tile& t, int rows) {
   }
 }
 
-// All rows against PANELS panels: the panels stay in the cache while the rows stream by, in tiles of nearly equal height.
+// All rows against PANELS panels: they stay in the cache while the rows stream by, in tiles of nearly equal height.
 template <class S, int PANELS, int MAX_ROWS>
 void compute_panels(Tile t) {
   const int64_t m = t.args->m, tiles = (m + MAX_ROWS - 1) / MAX_ROWS;

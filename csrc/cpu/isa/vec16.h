@@ -17,7 +17,7 @@ namespace {
 #if defined(ETSERVE_ISA_avx512)
 
 using Vec = __m512;
-constexpr int kMaxRows2 = 12, kMaxRows4 = 6;  // rows of a tile of 2 and 4 panels: at most 24 accumulators of 32 registers
+constexpr int kMaxRows2 = 12, kMaxRows4 = 6;  // rows of a tile of 2 and of 4 panels: 24 accumulators of 32 registers
 
 ETSERVE_INLINE Vec vec_set(float v) { return _mm512_set1_ps(v); }
 ETSERVE_INLINE Vec vec_load(const float* p) { return _mm512_loadu_ps(p); }
