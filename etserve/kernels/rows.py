@@ -87,7 +87,8 @@ def sample(
 def _column(
     name: str, values: ArrayLike, dtype: type[_Scalar], rows: int, *, low: float, high: float
 ) -> NDArray[_Scalar]:
-    column = np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype), (rows,)))
-    if not bool(np.all((column >= low) & (column <= high))):
+    given = np.asarray(values, dtype)
+    column = given if given.shape == (rows,) else np.broadcast_to(given, (rows,))
+    if rows and not (column.min() >= low and column.max() <= high):  # a NaN is neither
         raise ValueError(f"{name} must be in [{low}, {high}], got {column.tolist()}")
-    return column
+    return np.ascontiguousarray(column)

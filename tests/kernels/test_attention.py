@@ -45,6 +45,16 @@ def test_every_head_dim_matches_the_reference(isa: str, dtype: torch.dtype, head
     torch.testing.assert_close(paged.native(PARTS[:6]), expected, rtol=0, atol=tolerance(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_group_wider_than_a_tile_of_rows_matches_the_reference(isa: str, dtype: torch.dtype) -> None:
+    paged = make_paged([40, 600], dtype, group=50, num_kv_heads=1, head_dim=32)
+    parts = [(0, 30, 40), (1, 597, 600)]
+    out, masses = paged.native_with_masses(parts)
+    expected, expected_masses = paged.reference(parts)
+    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance(dtype))
+    torch.testing.assert_close(masses, expected_masses, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_alone_in_a_chunk_in_the_whole_prompt_and_in_a_batch(
