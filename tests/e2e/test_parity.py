@@ -130,7 +130,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_text_does_not_depend_on_schedule_batch_cache_or_memory(temperature: float) -> None:
-    prompts = PROMPTS[:8] + ["Here is a long list of words: " + "sea sand sun " * 40]
+    prompts = [*PROMPTS[:8], "Here is a long list of words: " + "sea sand sun " * 40]
     params = [
         SamplingParams(temperature=temperature, max_tokens=40, seed=i, ignore_eos=True) for i in range(len(prompts))
     ]
