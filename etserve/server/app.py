@@ -12,7 +12,8 @@ from etserve.engine.client import AsyncEngine
 from etserve.metrics.recorder import Metrics
 from etserve.server.auth import load_keys
 from etserve.server.edge import Edge
-from etserve.server.routes import router
+from etserve.server.live import LiveFeed
+from etserve.server.routes import ROUTERS
 from etserve.server.state import ServerState
 
 
@@ -32,12 +33,15 @@ def create_app(config: ServerConfig, engine: AsyncEngine, registry: CollectorReg
     app = _App(
         title="etserve", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    app.include_router(router)
-    paths = [route.path for route in router.routes if isinstance(route, APIRoute)]
+    for router in ROUTERS:
+        app.include_router(router)
+    paths = [route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     metrics = Metrics(registry or CollectorRegistry(), compat=config.compat_metrics, routes=paths)
     metrics.watch(engine)
     engine.add_step_listener(metrics.on_step)
-    app.state.etserve = ServerState(config=config, engine=engine, metrics=metrics)
+    live = LiveFeed(engine)
+    engine.add_step_listener(live.on_step)
+    app.state.etserve = ServerState(config=config, engine=engine, metrics=metrics, live=live)
     return Edge(app, config, keys, metrics)
 
 

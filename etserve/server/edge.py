@@ -16,8 +16,9 @@ from etserve.metrics.recorder import Metrics
 from etserve.server.auth import ApiKeys, HostRule, presented_key
 from etserve.server.faults import Fault, HttpError, fault_of, http_error
 from etserve.server.http_protocol import MAX_HEADER_BYTES
+from etserve.server.static_page import PAGE_FILES
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})  # all that needs no key
+OPEN_PATHS = frozenset({"/health/live", "/health/ready", *PAGE_FILES})  # all that needs no key
 LINGER_SECONDS = 1.0  # how long a refused client may go on sending before the connection is closed under it
 _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = get_logger(__name__)

@@ -13,6 +13,7 @@ from etserve.metrics.recorder import CONTENT_TYPE
 from etserve.outputs import GenerateRequest
 from etserve.runner.grammar import validate_grammar
 from etserve.sampling_params import SamplingParams
+from etserve.server import live, static_page
 from etserve.server.auth import cache_salt
 from etserve.server.chat import ChatReply
 from etserve.server.completions import CompletionReply
@@ -34,6 +35,7 @@ from etserve.server.streaming import EventStream, Reply, WholeReply
 MAX_TOTAL_CHOICES = 128  # prompts times n of one request
 MAX_SCORES = 1 << 20  # log-probabilities of echoed prompts in one reply, which is held in memory
 router = APIRouter(redirect_slashes=False)
+ROUTERS = (router, live.router, static_page.router)
 
 
 def _state(request: Request) -> ServerState:
@@ -187,7 +189,7 @@ async def detokenize(request: Request) -> Response:
 
 
 @router.get("/health/live")
-async def live() -> Response:
+async def is_live() -> Response:
     return JSONResponse({"status": "live"})
 
 

@@ -199,6 +199,7 @@ class Service:
         await asyncio.sleep(delay)
         state_of(self._app).is_refusing = True
         await self.engine.drain(timeout)
+        state_of(self._app).live.close()
         # The engine is done; what it said last may still be on its way to slow readers.
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while self._server.server_state.tasks and time.monotonic() < deadline:
@@ -207,6 +208,7 @@ class Service:
     async def _shut_down(self, serving: "asyncio.Task[None]") -> None:
         if self._forced.is_set():
             self._server.force_exit = True
+        state_of(self._app).live.close()
         await self.engine.stop()
         if (model := state_of(self._app).model) is not None:
             model.encoder.close()

@@ -8,6 +8,7 @@ from etserve.engine.client import AsyncEngine
 from etserve.errors import EngineUnavailableError
 from etserve.metrics.recorder import Metrics
 from etserve.outputs import ModelInfo
+from etserve.server.live import LiveFeed
 from etserve.server.prompts import PromptEncoder
 from etserve.tokenizer.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class ServerState:
     config: ServerConfig
     engine: AsyncEngine
     metrics: Metrics
+    live: LiveFeed
     model: LoadedModel | None = None
     is_draining: bool = False  # not ready any more
     is_refusing: bool = False  # the drain delay is over: no new request

@@ -42,7 +42,7 @@ class WholeReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gathering = asyncio.create_task(self._gather())
-        leaving = asyncio.create_task(_wait_for_disconnect(receive))
+        leaving = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait({gathering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not gathering.done():
@@ -95,7 +95,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope  # HEAD never comes here, and nothing else in it matters any more
         sending = asyncio.create_task(self._send_all(send))
-        others = [asyncio.create_task(_wait_for_disconnect(receive)), asyncio.create_task(self._comment(send))]
+        others = [asyncio.create_task(wait_for_disconnect(receive)), asyncio.create_task(self._comment(send))]
         try:
             await asyncio.wait({sending, *others}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -165,6 +165,7 @@ def _spell(chunks: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"data: " + _encode(chunk) + b"\n\n" for chunk in chunks)
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         continue

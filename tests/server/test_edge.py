@@ -15,11 +15,12 @@ from etserve.errors import ConfigError
 from etserve.server.app import create_app
 from etserve.server.auth import ApiKeys, cache_salt, load_keys
 from etserve.server.edge import OPEN_PATHS
-from etserve.server.routes import router
+from etserve.server.routes import ROUTERS
 from tests.fakes import FakeEngine
 from tests.server.helpers import call, chat, client_of, complete, make_app
 
 KEY, OTHER_KEY = "key-of-anna-1234", "key-of-boris-5678"
+ROUTES = sorted({route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)})
 KEYS = {"api_keys": (KEY, OTHER_KEY)}
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW")
 JSON = {"content-type": "application/json"}
@@ -32,9 +33,9 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-@pytest.mark.parametrize("path", sorted({route.path for route in router.routes if isinstance(route, APIRoute)}))
+@pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_route_needs_a_key_unless_it_is_one_of_the_two_open_ones(path: str, method: str) -> None:
+def test_every_route_needs_a_key_unless_it_is_one_of_the_open_ones(path: str, method: str) -> None:
     reply = call(method, path.replace("{model_id:path}", "unit"), config=KEYS)
     if path in OPEN_PATHS:
         assert reply.status_code == (200 if method == "GET" else 405)
@@ -47,8 +48,8 @@ def test_every_route_needs_a_key_unless_it_is_one_of_the_two_open_ones(path: str
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/health/live/", "/health%2flive/x", "/x", "/health/live%00", "/HEALTH/LIVE", "/docs", "/openapi.json",
-     "/redoc", "/v1/entropic/stream"],
+    ["/page", "/page/", "/health/live/", "/health%2flive/x", "/x", "/health/live%00", "/HEALTH/LIVE", "/docs",
+     "/openapi.json", "/redoc", "/page/x.js", "/index.html"],
 )  # fmt: skip
 def test_a_path_that_only_looks_open_needs_a_key(path: str) -> None:
     assert call("GET", path, config=KEYS).status_code == 401
@@ -271,7 +272,7 @@ def test_there_is_no_cors() -> None:
 
 
 def test_unknown_routes_and_methods_are_refused_in_openais_shape() -> None:
-    for path in ("/nope", "/v1", "/v1/entropic/stream", "/", "/docs", "/openapi.json", "/v1/completions/"):
+    for path in ("/nope", "/v1", "/page", "/page/index.html", "/docs", "/openapi.json", "/v1/completions/"):
         reply = call("GET", path)
         assert reply.status_code == 404
         error_of(reply)
