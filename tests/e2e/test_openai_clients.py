@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -66,18 +66,14 @@ def test_async_clients_side_by_side_get_what_each_gets_alone(demo_server: Server
 
 
 def test_parse_returns_the_schema_that_was_asked_for(client: openai.OpenAI) -> None:
-    class City(BaseModel):
-        name: str
-        population: int
+    class Answer(BaseModel):
+        capital: Literal["Berlin", "Madrid", "Paris"]
+        is_city: bool
 
     reply = client.chat.completions.parse(
-        model="demo",
-        messages=[{"role": "user", "content": "Describe Paris as JSON with name and population."}],
-        response_format=City,
-        temperature=0,
-        max_tokens=64,
+        model="demo", messages=QUESTION, response_format=Answer, temperature=0, max_tokens=64
     )
-    assert isinstance(reply.choices[0].message.parsed, City)
+    assert reply.choices[0].message.parsed == Answer(capital="Paris", is_city=True)
 
 
 def test_the_tau_of_the_trace_follows_from_its_entropies(client: openai.OpenAI) -> None:
