@@ -2,7 +2,7 @@
 
 import { request, setKey } from "./api.js";
 import { element } from "./draw.js";
-import { EngineView } from "./engine.js";
+import { EngineView, showBlocks } from "./engine.js";
 import { Run } from "./run.js";
 import { Inspector, TOP_NATS, swatch } from "./tokens.js";
 
@@ -48,6 +48,7 @@ async function learn() {
   const { id, num_parameters: size, backend } = server.model;
   at("model").textContent = `${id} · ${Math.round(size / 1e6)} M parameters · ${backend}`;
   for (const run of runs) run.controls.offer(server.options);
+  if (!engine.hasBlocks) showBlocks({ active: 0, cached: 0, free: server.model.num_kv_blocks - 1 }); // one is the null block
 }
 
 function askForKey() {

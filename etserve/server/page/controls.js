@@ -2,7 +2,7 @@
 
 import { element } from "./draw.js";
 
-const OFF = "off";
+const AS_SERVER = ["", "as the server is set"]; // the field is left out of the request
 const FIELDS = [
   { name: "temperature", label: "Temperature", value: "0.7", min: 0, max: 2, step: 0.05 },
   { name: "max_tokens", label: "Max tokens", value: "128", min: 1, max: 1048576, step: 1 },
@@ -11,9 +11,9 @@ const FIELDS = [
 const TARGET = { name: "target_entropy_nats", label: "Target entropy, nats", min: 0, max: 12, step: 0.1, hint: "server's" };
 // The three scales of the control loop. `option` is the request's field; without one the server alone decides.
 const SWITCHES = [
-  { label: "Warmth (each token)", option: "temperature_mode", values: [OFF, "cool", "two_sided"] },
-  { label: "Reading (blocks of context)", option: "pruning", values: [OFF, "on"] },
-  { label: "Order (who gets the step)", reason: "The whole server has one order; a request cannot choose it." },
+  { label: "Micro: warmth", option: "temperature_mode", values: ["off", "cool", "two_sided"] },
+  { label: "Meso: what is read", option: "pruning", values: ["off", "on"] },
+  { label: "Macro: who gets the step", reason: "The whole server has one order; a request cannot choose it." },
 ];
 
 let numControls = 0;
@@ -47,9 +47,8 @@ export class Controls {
 
   toggle({ label, option, values, reason }, offer) {
     const id = `control-${(numControls += 1)}`;
-    const choices = offer?.enum ?? values ?? [OFF];
-    const select = element("select", { id }, ...choices.map((value) => element("option", { value }, value)));
-    select.value = choices.includes(OFF) ? OFF : choices[0];
+    const choices = [AS_SERVER, ...(offer?.enum ?? values ?? []).map((value) => [value, value])];
+    const select = element("select", { id }, ...choices.map(([value, text]) => element("option", { value }, text)));
     const field = element("div", { class: "field" }, element("label", { for: id }, label), select);
     if (option) this.inputs.set(option, select);
     if (!offer?.offered) this.refuse(field, select, reason ?? reasonFor(option));
@@ -78,7 +77,7 @@ export class Controls {
     const chosen = {};
     for (const { option } of SWITCHES) {
       const input = this.inputs.get(option);
-      if (input && !input.disabled && input.value !== OFF) chosen[option] = input.value;
+      if (input && !input.disabled && input.value) chosen[option] = input.value;
     }
     const target = this.inputs.get(TARGET.name);
     if (!target.checkValidity()) throw new RangeError(`${TARGET.label}: a number in its range, please.`);

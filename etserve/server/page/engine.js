@@ -23,6 +23,7 @@ export class EngineView {
     this.curve = new Curve("Step time over the last frames");
     at("step-plot").append(this.curve.node);
     this.generation = 0;
+    this.hasBlocks = false; // until a step has told
   }
 
   /** Read the stream for ever; calling it again (a new key) starts over. */
@@ -58,6 +59,7 @@ export class EngineView {
     at("waiting").textContent = frame.num_waiting;
     this.showRates(frame);
     if (frame.num_steps) this.showSteps(frame);
+    this.hasBlocks ||= Boolean(frame.kv_blocks);
     if (frame.kv_blocks) showBlocks(frame.kv_blocks);
     this.showClocks(frame);
   }
@@ -116,7 +118,9 @@ class Clock {
     this.tau = element("b", { class: "tau" });
     this.facts = element("span", { class: "quiet small" });
     this.dot = element("span", { class: "dot" });
-    const title = element("span", { class: "title" }, this.dot, name ? `Run ${name}` : `Sequence ${order}`, this.tau);
+    this.count = element("span", { class: "quiet small" });
+    const label = name ? `Run ${name}` : `Sequence ${order}`;
+    const title = element("span", { class: "title" }, this.dot, label, this.count, this.tau);
     const text = element("div", { class: "clock-text" }, title, this.curve.node, this.facts);
     this.node = element("li", { class: name ? "own" : "" }, this.dial.node, text);
   }
@@ -130,12 +134,13 @@ class Clock {
     const kept = sequence.kept_fraction === null ? "" : ` · kept ${percent(sequence.kept_fraction)}`;
     const end = sequence.finish_reason ? ` · ${sequence.finish_reason}` : "";
     const numbers = `H ${number(sequence.entropy_nats)} · T ${number(sequence.temperature)}`;
-    this.facts.textContent = `${numbers}${kept} · ${sequence.num_tokens} tokens${end}`;
+    this.count.textContent = `${sequence.num_tokens} tokens`;
+    this.facts.textContent = `${numbers}${kept}${end}`;
   }
 }
 
 /** One cell stands for one block, or for several where there are many; a state that exists has at least one cell. */
-function showBlocks({ active, cached, free }) {
+export function showBlocks({ active, cached, free }) {
   const total = active + cached + free;
   const perCell = Math.max(1, Math.ceil(total / MAX_CELLS));
   const count = Math.ceil(total / perCell);

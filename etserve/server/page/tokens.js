@@ -60,7 +60,9 @@ export class TokenStrip {
   add(token) {
     const text = this.decoder.decode(token.bytes, { stream: true });
     const index = this.tokens.push(token) - 1;
-    const node = element("span", { class: "token", role: "button", tabindex: index ? "-1" : "0" }, text || "·");
+    const shown = text.replace(/^ (?=\S)/, ""); // the space before a word stays uncoloured, also at a line's end
+    if (shown !== text) this.node.append(" ");
+    const node = element("span", { class: "token", role: "button", tabindex: index ? "-1" : "0" }, shown || "·");
     node.classList.toggle("partial", !text);
     node.dataset.index = index;
     node.setAttribute("aria-label", describe(token));
@@ -144,9 +146,9 @@ export class Inspector {
 
 function cardOf(token) {
   const facts = [
-    ["H", `${number(token.entropy_nats)} nats`],
-    ["varentropy", `${number(token.varentropy)} nats²`],
-    ["τ so far", `${number(token.tau_nats)} nats`],
+    ["H, nats", number(token.entropy_nats)],
+    ["varentropy", number(token.varentropy)],
+    ["τ, nats", number(token.tau_nats)],
     ["temperature", number(token.temperature)],
     ["kept share", percent(token.kept_fraction)],
   ];
