@@ -13,10 +13,12 @@ from etserve.errors import ConfigError
 BLOCK_SIZE = 16  # tokens per KV block, of all layers and KV heads; the native kernels are built for it
 ENVIRONMENT_PREFIX = "ETSERVE_"
 
+Origin = Literal["default", "file", "environment", "flag"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)]
+HttpUrl = Annotated[str, msgspec.Meta(pattern=r"^https?://\S+$", max_length=2048)]
 Fraction = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
 
 
@@ -57,6 +59,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive_comment_seconds: Seconds = 10.0  # SSE comment on a silent stream
     max_body_bytes: Positive = 4 * 1024 * 1024
     compat_metrics: bool = False
+    otlp_endpoint: HttpUrl | None = None  # of a collector's OTLP traces; None: OpenTelemetry is not even imported
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -88,6 +91,27 @@ def load_config(
         return msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
+
+
+def setting_origins(
+    path: Path | None = None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, dict[str, Origin]]:
+    """Say where each field that is set came from, by section; a field that is missing has its default.
+
+    Arguments as for `load_config`, which checks them.
+    """
+    sources: tuple[tuple[Origin, Mapping[str, Mapping[str, Any]]], ...] = (
+        ("file", _read_file(path)),
+        ("environment", _from_environment(os.environ if environment is None else environment)),
+        ("flag", flags or {}),
+    )
+    origins: dict[str, dict[str, Origin]] = {}
+    for origin, sections in sources:
+        for section, values in sections.items():
+            origins.setdefault(section, {}).update({k: origin for k, v in values.items() if v is not None})
+    return origins
 
 
 def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:

@@ -47,6 +47,7 @@ SERVER_HELP = {
     "write_timeout_seconds": "How long a client may leave its answer unread.",
     "max_body_bytes": "Largest request body.",
     "compat_metrics": "Also export the metric names that vLLM's dashboards look for.",
+    "otlp_endpoint": "Send traces to this collector (OTLP over HTTP); needs the extra otel.",
     "log_level": "Of the JSON log on standard error.",
 }
 SECTIONS: dict[str, tuple[type[msgspec.Struct], Mapping[str, str]]] = {

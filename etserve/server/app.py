@@ -1,5 +1,7 @@
 """Puts routes, state and edge together."""
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
@@ -9,12 +11,16 @@ from starlette.types import ASGIApp
 from etserve import __version__
 from etserve.config import ServerConfig
 from etserve.engine.client import AsyncEngine
+from etserve.errors import ConfigError
 from etserve.metrics.recorder import Metrics
 from etserve.server.auth import load_keys
 from etserve.server.edge import Edge
 from etserve.server.live import LiveFeed
 from etserve.server.routes import ROUTERS
 from etserve.server.state import ServerState
+
+if TYPE_CHECKING:
+    from etserve.server.tracing import Tracer
 
 
 class _App(FastAPI):
@@ -42,7 +48,18 @@ def create_app(config: ServerConfig, engine: AsyncEngine, registry: CollectorReg
     live = LiveFeed(engine)
     engine.add_step_listener(live.on_step)
     app.state.etserve = ServerState(config=config, engine=engine, metrics=metrics, live=live)
-    return Edge(app, config, keys, metrics)
+    return Edge(app, config, keys, metrics, _tracer(config.otlp_endpoint))
+
+
+def _tracer(endpoint: str | None) -> "Tracer | None":
+    """OpenTelemetry is imported here or nowhere."""
+    if endpoint is None:
+        return None
+    try:
+        from etserve.server.tracing import Tracer
+    except ImportError:
+        raise ConfigError('otlp_endpoint needs OpenTelemetry: pip install "etserve[otel]"') from None
+    return Tracer(endpoint)
 
 
 def state_of(edge: Edge) -> ServerState:

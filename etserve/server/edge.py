@@ -7,16 +7,22 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etserve.config import ServerConfig
 from etserve.log import get_logger, log_facts
 from etserve.metrics.recorder import Metrics
+from etserve.server.access_log import log_request
 from etserve.server.auth import ApiKeys, HostRule, presented_key
 from etserve.server.faults import Fault, HttpError, fault_of, http_error
 from etserve.server.http_protocol import MAX_HEADER_BYTES
+from etserve.server.record import GenerationRecord
 from etserve.server.static_page import PAGE_FILES
+
+if TYPE_CHECKING:
+    from etserve.server.tracing import Tracer
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", *PAGE_FILES})  # all that needs no key
 LINGER_SECONDS = 1.0  # how long a refused client may go on sending before the connection is closed under it
@@ -29,19 +35,23 @@ class RequestContext:
     """What the edge learnt about a request; the routes find it at scope["etserve"]."""
 
     request_id: str  # ours; the client's own is only echoed in a header
-    echoed_id: str
+    echoed_id: str | None  # the client's own, if it is a decent one
     arrival_seconds: float = field(default_factory=time.monotonic)
     key_digest: bytes | None = None
     status: int = 0  # of the answer once it has started
     body_complete: bool = False
     body_bytes: int = 0
+    record: GenerationRecord | None = None  # of a completion that was admitted
 
 
 class Edge:
     """Wrap an ASGI app. Refusals leave as OpenAI error objects, also those of the app itself that nobody caught."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, keys: ApiKeys, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, keys: ApiKeys, metrics: Metrics, tracer: "Tracer | None" = None
+    ) -> None:
         self.app = app
+        self._tracer = tracer
         self._config = config
         self._keys = keys
         self._hosts = HostRule(config, has_keys=bool(keys))
@@ -52,8 +62,7 @@ class Edge:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
-        request_id = uuid.uuid4().hex
-        context = RequestContext(request_id, _echoed_id(scope) or request_id, body_complete=not _announces_body(scope))
+        context = RequestContext(uuid.uuid4().hex, _echoed_id(scope), body_complete=not _announces_body(scope))
         scope["etserve"] = context
         bounded = self._bounded_receive(context, receive)
         answering = self._answering_send(scope, context, bounded, send)
@@ -63,9 +72,29 @@ class Edge:
         except Exception as error:  # the funnel: whatever it is, the client gets one of our own sentences
             await self._refuse(fault_of(error), error, context, answering)
         finally:
-            if context.status:
-                route = getattr(scope.get("route"), "path", None)
-                self._metrics.answered(route, scope["method"], context.status)
+            self._report(scope, context)
+
+    def _report(self, scope: Scope, context: RequestContext) -> None:
+        route, method, status = getattr(scope.get("route"), "path", None), scope["method"], context.status
+        seconds = time.monotonic() - context.arrival_seconds
+        if status:
+            self._metrics.answered(route, method, status)
+        log_request(
+            request_id=context.request_id,
+            client_id=context.echoed_id,
+            method=method,
+            route=route,
+            status=status,
+            seconds=seconds,
+            record=context.record,
+        )
+        if self._tracer is not None and context.record is not None:
+            self._tracer.request_ended(scope["headers"], method, route, status, seconds, context.record)
+
+    async def close(self) -> None:
+        """Send the last traces. After the last request."""
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def _check(self, scope: Scope, context: RequestContext) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -118,7 +147,7 @@ class Edge:
         async def answering(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                headers = [*message.get("headers", []), (b"x-request-id", context.echoed_id.encode())]
+                headers = [*message.get("headers", []), (b"x-request-id", (context.echoed_id or context.request_id).encode())]
                 headers.append((b"x-content-type-options", b"nosniff"))
                 if not context.body_complete:
                     headers.append((b"connection", b"close"))

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from etserve.engine.client import AsyncEngine
 from etserve.metrics.recorder import Metrics
 from etserve.outputs import GenerateRequest, SequenceOutput
+from etserve.server.record import GenerationRecord
 
 QUEUE_OUTPUTS = 16  # per prompt, between the engine's iterators and a slow client
 
@@ -20,9 +21,15 @@ class Generation:
     """
 
     def __init__(
-        self, engine: AsyncEngine, requests: Sequence[GenerateRequest], metrics: Metrics, arrival_seconds: float
+        self,
+        engine: AsyncEngine,
+        requests: Sequence[GenerateRequest],
+        metrics: Metrics,
+        arrival_seconds: float,
+        record: GenerationRecord,
     ) -> None:
         self._engine = engine
+        self._record = record
         self._metrics = metrics
         self._arrival = arrival_seconds
         self._open = {(i, choice) for i, request in enumerate(requests) for choice in range(request.params.n)}
@@ -53,6 +60,7 @@ class Generation:
         self._is_closed = True
         if self._open:
             self._metrics.choices_aborted(len(self._open))
+            self._record.finish_reasons += ["abort"] * len(self._open)
             self._open.clear()
         self._metrics.request_finished(time.monotonic() - self._arrival, self._num_prompt_tokens)
         self._abort_all()
@@ -68,12 +76,14 @@ class Generation:
 
     def _observe(self, index: int, output: SequenceOutput) -> None:
         key = (index, output.choice)
+        self._record.add(output)
         if output.token_ids:
             now = time.monotonic()
             last = self._last_token.get(key)
             if last is not None:
                 self._metrics.next_tokens(now - last, len(output.token_ids))
             elif not self._last_token:
+                self._record.first_token_seconds = now - self._arrival
                 self._metrics.first_token(now - self._arrival)
             self._last_token[key] = now
         if output.finish_reason is not None and key in self._open:

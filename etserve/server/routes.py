@@ -21,6 +21,7 @@ from etserve.server.edge import RequestContext
 from etserve.server.generation import Generation
 from etserve.server.params import chat_params, completion_params
 from etserve.server.parsing import read_request
+from etserve.server.record import GenerationRecord
 from etserve.server.replies import ReplyFacts
 from etserve.server.schemas import (
     ChatCompletionRequest,
@@ -129,7 +130,14 @@ async def _answer(request: Request, body: SamplingFields, facts: ReplyFacts, rep
         )
         for index, prompt in enumerate(facts.prompts)
     ]
-    generation = Generation(state.engine, requests, state.metrics, context.arrival_seconds)
+    context.record = GenerationRecord(
+        operation="chat" if isinstance(reply, ChatReply) else "text_completion",
+        model_name=facts.model_name,
+        reply_id=facts.reply_id,
+        params=facts.params,
+        num_prompt_tokens=sum(map(len, facts.prompts)),
+    )
+    generation = Generation(state.engine, requests, state.metrics, context.arrival_seconds, context.record)
     if not body.stream:
         return WholeReply(generation, reply)
     return EventStream(

@@ -215,6 +215,7 @@ class Service:
         await asyncio.sleep(0)  # streams that the stop has ended write their error event
         self._server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
+        await self._app.close()
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
