@@ -59,7 +59,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive_comment_seconds: Seconds = 10.0  # SSE comment on a silent stream
     max_body_bytes: Positive = 4 * 1024 * 1024
     compat_metrics: bool = False
-    otlp_endpoint: HttpUrl | None = None  # of a collector's OTLP traces; None: OpenTelemetry is not even imported
+    otlp_endpoint: HttpUrl | None = None  # of a collector's OTLP traces; None: no tracing, and no SDK imported
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

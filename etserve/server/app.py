@@ -52,7 +52,7 @@ def create_app(config: ServerConfig, engine: AsyncEngine, registry: CollectorReg
 
 
 def _tracer(endpoint: str | None) -> "Tracer | None":
-    """OpenTelemetry is imported here or nowhere."""
+    """OpenTelemetry's SDK is imported here or nowhere."""
     if endpoint is None:
         return None
     try:
