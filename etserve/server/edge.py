@@ -75,7 +75,8 @@ class Edge:
             self._report(scope, context)
 
     def _report(self, scope: Scope, context: RequestContext) -> None:
-        route, method, status = getattr(scope.get("route"), "path", None), scope["method"], context.status
+        route: str | None = getattr(scope.get("route"), "path", None)
+        method, status = scope["method"], context.status
         seconds = time.monotonic() - context.arrival_seconds
         if status:
             self._metrics.answered(route, method, status)
@@ -89,7 +90,7 @@ class Edge:
             record=context.record,
         )
         if self._tracer is not None and context.record is not None:
-            self._tracer.request_ended(scope["headers"], method, route, status, seconds, context.record)
+            self._tracer.request_ended(scope["headers"], method, route or "", status, seconds, context.record)
 
     async def close(self) -> None:
         """Send the last traces. After the last request."""
@@ -147,7 +148,10 @@ class Edge:
         async def answering(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                headers = [*message.get("headers", []), (b"x-request-id", (context.echoed_id or context.request_id).encode())]
+                headers = [
+                    *message.get("headers", []),
+                    (b"x-request-id", (context.echoed_id or context.request_id).encode()),
+                ]
                 headers.append((b"x-content-type-options", b"nosniff"))
                 if not context.body_complete:
                     headers.append((b"connection", b"close"))

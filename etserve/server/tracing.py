@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of completions, after the GenAI semantic conventions. Imported, and paid for, only when asked for.
+"""OpenTelemetry spans of completions, after the GenAI semantic conventions. Imported only when asked for.
 
 A span is made when its request has ended, from what the edge then knows; nothing is traced while tokens flow. It holds
 names, counts and times, never text. A thread of the SDK sends spans in batches and drops them when nobody takes them.
@@ -39,15 +39,19 @@ class Tracer:
     def request_ended(
         self, headers: Headers, method: str, route: str, status: int, seconds: float, record: GenerationRecord
     ) -> None:
-        """Make the span of a request that ended now and took `seconds`, below the caller's `traceparent` if it has one."""
+        """Make the span of a request that ended now and took `seconds`; a child of the caller's if there is one."""
         end = time.time_ns()
         start = end - int(seconds * 1e9)
         span = self._tracer.start_span(
             f"{record.operation} {record.model_name}",
             context=self._propagator.extract(_traceparent(headers)),
             kind=SpanKind.SERVER,
-            attributes={"http.request.method": method, "http.route": route, "http.response.status_code": status}
-            | attributes_of(record),
+            attributes={
+                "http.request.method": method,
+                "http.route": route,
+                "http.response.status_code": status,
+                **attributes_of(record),
+            },
             start_time=start,
         )
         if record.first_token_seconds is not None:

@@ -24,7 +24,7 @@ CERTIFICATES = "/etc/ssl/certs"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", type=Path, help="A .gguf file to serve. Default: the demo model of this environment.")
+    parser.add_argument("--model", type=Path, help="A .gguf file to serve. Default: the demo model.")
     parser.add_argument("--port", type=int, default=18080)
     parser.add_argument("--keep", action="store_true", help="Do not build: take the image of the last run.")
     options = parser.parse_args()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_what_was_never_admitted_has_no_span() -> None:
 
 
 class _Collector(http.server.BaseHTTPRequestHandler):
-    bodies: list[tuple[str, bytes]] = []
+    bodies: ClassVar[list[tuple[str, bytes]]] = []
 
     def do_POST(self) -> None:
         self.bodies.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
