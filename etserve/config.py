@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from etserve.control import priority, thermostat
+from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
 
 BLOCK_SIZE = 16  # tokens per KV block, of all layers and KV heads; the native kernels are built for it
@@ -20,6 +22,80 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)]
 HttpUrl = Annotated[str, msgspec.Meta(pattern=r"^https?://\S+$", max_length=2048)]
 Fraction = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+Nats = Annotated[float, msgspec.Meta(ge=0.0, le=20.0)]
+WaitSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
+
+
+class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The control loop's three scales (docs/control.md). All off: the plain engine, bit for bit. Entropies in nats."""
+
+    # micro: the temperature of each token
+    temperature_mode: thermostat.Mode = "off"
+    target_entropy_nats: Nats | None = None  # H*; in mirostat the target surprise
+    mean_entropy_nats: Nats | None = None  # of H_ctl, calibrated: 0.9 of it is the target where none is given
+    fixed_temperature: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 1.0  # of mode fixed
+    thermostat_gain: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 0.2
+    # macro: who gets the step
+    priority_mode: priority.Mode = "fcfs"
+    gain_weight: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
+    finish_weight: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
+    decode_wait_seconds: WaitSeconds = 0.2  # a sequence that waited so long outranks all of its class served since
+    waiting_wait_seconds: WaitSeconds = 1.0
+    batch_wait_seconds: WaitSeconds = 10.0  # of requests with priority > 0
+    # meso: which blocks a step reads
+    pruning: Literal["off", "on"] = "off"  # what a request gets that says nothing of it
+    epsilon: Annotated[float, msgspec.Meta(ge=0.0, le=0.5)] = 0.1  # attention mass that a head may miss
+    epsilon_swing: Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)] = 0.2  # 0: constant; 1: as the paper; < 0: reversed
+    entropy_low_nats: Nats = 1.3  # the model's quartiles of H_raw, calibrated
+    entropy_high_nats: Nats = 3.6
+    watchdog_steps: Positive = 64  # between two comparisons with dense attention
+    watchdog_divergence_nats: Nats = 0.05  # above it twice running: pruning is off for the request
+    kv_protect: bool = False  # system messages are always read
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the laws themselves refuse the values together."""
+        self.thermostat_law()
+        self.priority_law()
+        self.pruning_law()
+        if self.temperature_mode in thermostat.TARGETED_MODES and self.target() is None:
+            raise ValueError(f"temperature_mode {self.temperature_mode} takes target_entropy_nats or mean_entropy_nats")
+
+    def target(self) -> float | None:
+        """H* of a request that gives none; None: nothing to steer to."""
+        return thermostat.target_entropy_nats(self.target_entropy_nats, self.mean_entropy_nats)
+
+    def thermostat_law(
+        self, mode: thermostat.Mode | None = None, target_nats: float | None = None
+    ) -> thermostat.ThermostatConfig:
+        """The law with a request's own mode and target where it gives them."""
+        target = self.target() if target_nats is None else target_nats
+        return thermostat.ThermostatConfig(
+            mode=self.temperature_mode if mode is None else mode,
+            target_nats=0.0 if target is None else target,
+            fixed_temperature=self.fixed_temperature,
+            gain=self.thermostat_gain,
+        )
+
+    def priority_law(self) -> priority.PriorityConfig:
+        return priority.PriorityConfig(
+            mode=self.priority_mode,
+            gain_weight=self.gain_weight,
+            finish_weight=self.finish_weight,
+            decode_wait_seconds=self.decode_wait_seconds,
+            waiting_wait_seconds=self.waiting_wait_seconds,
+            batch_wait_seconds=self.batch_wait_seconds,
+        )
+
+    def pruning_law(self, epsilon: float | None = None) -> PruningConfig:
+        """The law with a request's own epsilon where it gives one."""
+        return PruningConfig(
+            epsilon=self.epsilon if epsilon is None else epsilon,
+            swing=self.epsilon_swing,
+            entropy_low_nats=self.entropy_low_nats,
+            entropy_high_nats=self.entropy_high_nats,
+            check_interval=self.watchdog_steps,
+            max_divergence_nats=self.watchdog_divergence_nats,
+        )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,8 +114,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_memory_bytes: Positive | None = None  # None: memory_fraction of what is free, at most max_num_seqs contexts
     memory_fraction: Fraction = 0.5
     prefix_caching: bool = True
+    pruning_sketch_bits: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0  # per key dimension, to skip by; 0: none kept
     max_waiting_requests: Positive = 512
     max_waiting_tokens: Positive = 262_144
+    control: ControlConfig = ControlConfig()  # the file's table [control]: what steers is the engine
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,13 +142,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Both halves, as a TOML file spells them: [engine] and [server]."""
+    """Both halves. A TOML file spells them [engine], [control] and [server]."""
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
 
+    @property
+    def control(self) -> ControlConfig:
+        return self.engine.control
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "server": ServerConfig}
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "engine": EngineConfig,
+    "control": ControlConfig,
+    "server": ServerConfig,
+}
+_CARRIER = "control"  # the engine's field that holds the table of the same name
 
 
 def load_config(
@@ -87,10 +174,14 @@ def load_config(
     for source in (_from_environment(os.environ if environment is None else environment), flags or {}):
         for section, values in source.items():
             merged.setdefault(section, {}).update({k: v for k, v in values.items() if v is not None})
+    if _CARRIER in merged.get("engine", {}):
+        raise ConfigError(f"engine.{_CARRIER} is not a setting: [{_CARRIER}] is a table of its own")
+    if _CARRIER in merged:
+        merged.setdefault("engine", {})[_CARRIER] = merged.pop(_CARRIER)
     try:
         return msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error).replace(f"$.engine.{_CARRIER}", f"$.{_CARRIER}")) from None
 
 
 def setting_origins(
@@ -125,7 +216,7 @@ def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path}: {error}") from None
     for section, values in found.items():
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: {section} must be a table, [engine] or [server]")
+            raise ConfigError(f"{path}: {section} must be a table: [engine], [control] or [server]")
     return found
 
 
@@ -133,6 +224,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
     found: dict[str, dict[str, Any]] = {}
     for section, struct in _SECTIONS.items():
         for field in msgspec.structs.fields(struct):
+            if field.type is ControlConfig:
+                continue
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
             if text is not None:
                 is_list = field.name in ("api_keys", "allowed_hosts")

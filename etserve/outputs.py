@@ -52,6 +52,8 @@ class EntropySummary(msgspec.Struct, frozen=True, kw_only=True):
     mean_temperature: float
     kept_fraction_mean: float
     blocks_evicted: int
+    tau_per_gb: float = 0.0  # of keys and values, and its share of the weights of each step it took part in
+    tau_per_second: float = 0.0  # from its first step to its end
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,6 +110,16 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     tau_nats: float = 0.0  # sums over the tokens of this step
     tau_up_nats: float = 0.0
     nats_resolved: float = 0.0
+    # of tokens drawn with blocks skipped only
+    kept_fractions: list[float] = []
+    skipped_masses: list[float] = []  # estimated
+    num_blocks_skipped: int = 0  # block reads spared, over layers and KV heads
+    prune_fallbacks: dict[str, int] = {}  # why skipping stepped back -> how often (control/choice.py FALLBACKS)
+    num_saturated_low: int = 0  # tokens at which the thermostat was clamped, by side
+    num_saturated_high: int = 0
+    schedule_ages_seconds: list[float] = []  # per scheduled sequence: since it was last served, or arrived
+    num_forced: int = 0  # sequences served because they were overdue
+    cost_r_squared: dict[str, float] = {}  # step kind -> how much of the step times the cost model explains
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,3 +142,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     startup_seconds: dict[str, float]  # phase -> seconds
     weight_bytes: int
     kv_cache_bytes: int
+    pruning_sketch_bits: int = 0  # 0: attention cannot skip blocks

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from etserve.control.choice import NOT_MEASURED, TokenMeasure
 from etserve.outputs import TokenLogprobs
 from etserve.sequence import Sequence
 
@@ -15,6 +16,10 @@ class ScheduledSequence:
     num_tokens: int
     block_table: list[int]  # covers every token up to start + num_tokens; the manager's own list: read only
     is_decode: bool  # at most one token, all before it computed, at least one output token known
+    epsilon: float = 0.0  # attention mass that the step may miss; 0: dense
+    check_epsilon: float = 0.0  # > 0: the step is dense, and compared with one that may miss so much
+    age_seconds: float = 0.0  # since it was last served, or arrived
+    is_forced: bool = False  # overdue: it came before others whatever they resolve
 
     @property
     def end(self) -> int:
@@ -47,8 +52,9 @@ class Sampled:
     token_id: int
     entropy_nats: float  # of softmax(raw logits), before anything the client asked for
     varentropy: float
-    temperature: float
+    temperature: float  # in force for this draw
     logprobs: TokenLogprobs | None = None  # when params.logprobs is set
+    measured: TokenMeasure = NOT_MEASURED  # for the control loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +69,7 @@ class ModelRunnerOutput:
     forced_entropies: dict[int, list[float]] = field(default_factory=dict)
     num_nonfinite_rows: int = 0
     flops: dict[int, float] = field(default_factory=dict)  # seq_id -> this step's share
-    bytes_read: float = 0.0
+    # seq_id -> keys and values read and written, and an equal share of the weights
+    seq_bytes: dict[int, float] = field(default_factory=dict)
+    bytes_read: float = 0.0  # weights once, and all keys and values
+    num_blocks_skipped: int = 0  # block reads spared, over layers and KV heads

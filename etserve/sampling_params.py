@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from etserve.control import thermostat
+
 Trace = Literal["none", "summary", "tokens"]
 
 
@@ -12,6 +14,17 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["json_object", "json_schema"]
     schema: str = ""  # JSON text of the schema; empty for json_object
+
+
+class EntropicParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request wants of the control loop. None: what the server is set to."""
+
+    temperature_mode: thermostat.Mode | None = None
+    target_entropy_nats: float | None = None  # H*
+    pruning: Literal["off", "on"] | None = None
+    epsilon: float | None = None  # attention mass that a head may miss, before entropy moves it
+    kv_protect: bool | None = None  # the protected spans are always read
+    protected_spans: tuple[tuple[int, int], ...] = ()  # [start, end) of prompt tokens, from the chat's roles
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None
     trace: Trace = "none"  # how much of the entropy record goes into the reply
+    entropic: EntropicParams = EntropicParams()
     skip_special_tokens: bool = True
 
     @property

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from etserve.control.choice import ChoiceControl
 from etserve.control.clock import EntropyClock
 from etserve.outputs import FinishReason
 from etserve.sampling_params import SamplingParams
@@ -42,8 +43,12 @@ class Sequence:
     first_scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
     last_scheduled_step: int = -1
+    last_served_seconds: float | None = None  # end of its latest step, or when it was preempted
+    num_dense_tokens: int | None = None  # KV entries from here on were computed with blocks skipped; None: none were
     flops: float = 0.0
+    bytes_read: float = 0.0  # its KV, and its share of the weights of each step it took part in
     clock: EntropyClock = field(default_factory=EntropyClock)
+    control: ChoiceControl = field(default_factory=ChoiceControl)
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +61,16 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def temperature(self) -> float:
+        """In force for the next token."""
+        return self.control.temperature if self.control.steers_temperature else self.params.temperature
+
+    @property
+    def mean_temperature(self) -> float:
+        """Over the output tokens so far."""
+        return self.control.thermostat.mean_temperature if self.control.steers_temperature else self.params.temperature
 
     @property
     def num_uncomputed_tokens(self) -> int:

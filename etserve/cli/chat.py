@@ -17,7 +17,7 @@ Reply = Callable[[Messages], Iterator[str]]
 HELP = "/exit ends, /clear forgets the conversation, /help shows this."
 
 
-@with_config_options("engine")
+@with_config_options("engine", "control")
 def chat(
     model: ModelArgument = None,
     url: Annotated[str | None, typer.Option(help="Talk to this server instead of loading a model.")] = None,

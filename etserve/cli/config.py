@@ -19,7 +19,7 @@ def _group() -> None:
 
 
 @app.command()
-@with_config_options("engine", "server")
+@with_config_options("engine", "control", "server")
 def show(
     model: ModelArgument = None,
     config: ConfigFile = None,
@@ -37,6 +37,8 @@ def as_toml(config: Config) -> str:
         values: dict[str, Any] = msgspec.to_builtins(getattr(config, section))
         lines.append(f"[{section}]")
         for name, value in values.items():
+            if name == "control":
+                continue  # a table of its own
             if name == "api_keys":
                 lines.append(f"# api_keys: {len(value)} set")
             elif value is None:

@@ -18,7 +18,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 Trace = Annotated[Literal["none", "summary"], typer.Option(help="summary: print the entropic record after the text.")]
 
 
-@with_config_options("engine")
+@with_config_options("engine", "control")
 def generate(
     prompt: Annotated[str, typer.Argument(help='The text to go on from; "-" reads standard input.')],
     model: Model = None,

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 import typer
 
-from etserve.config import Config, EngineConfig, ServerConfig, load_config
+from etserve.config import Config, ControlConfig, EngineConfig, ServerConfig, load_config
 
 # Never on a command line: other users of the machine can read it.
 SECRET_FIELDS = frozenset({"api_keys"})
-# The model is an argument or --model, which each command spells itself.
-OWN_FIELDS = frozenset({"model"})
+# The model is an argument or --model, which each command spells itself; control is a section of its own.
+OWN_FIELDS = frozenset({"model", "control"})
 
 ENGINE_HELP = {
     "served_model_name": "Name that clients use. Default: demo, or the file's own name.",
@@ -30,8 +30,30 @@ ENGINE_HELP = {
     "kv_memory_bytes": "KV cache size in bytes.",
     "memory_fraction": "Share of free memory that the KV cache may take.",
     "prefix_caching": "Reuse the KV entries of equal prompt beginnings.",
+    "pruning_sketch_bits": "Bits per key dimension kept to skip blocks by; 0: none.",
     "max_waiting_requests": "Queue bound; beyond it requests get 429.",
     "max_waiting_tokens": "Queue bound in prompt tokens.",
+}
+CONTROL_HELP = {
+    "temperature_mode": "What steers each token's temperature.",
+    "target_entropy_nats": "Entropy that the temperature is steered to.",
+    "mean_entropy_nats": "Calibrated mean entropy of the model: 0.9 of it is the target where none is given.",
+    "fixed_temperature": "Of temperature mode fixed.",
+    "thermostat_gain": "How fast the temperature follows.",
+    "priority_mode": "Who gets the step.",
+    "gain_weight": "Weight of entropy resolved per cost in the priority.",
+    "finish_weight": "Weight of the nearness of the end in the priority.",
+    "decode_wait_seconds": "A decoding sequence that waited so long outranks those served since.",
+    "waiting_wait_seconds": "The same for one that does not decode yet.",
+    "batch_wait_seconds": "The same for one with priority > 0.",
+    "pruning": "Whether attention skips blocks, for requests that do not say.",
+    "epsilon": "Share of attention mass that a head may miss.",
+    "epsilon_swing": "How much entropy moves epsilon. 0: not at all; 1: as the paper has it.",
+    "entropy_low_nats": "Lower quartile of the model's entropy.",
+    "entropy_high_nats": "Upper quartile of the model's entropy.",
+    "watchdog_steps": "Steps between two comparisons with dense attention.",
+    "watchdog_divergence_nats": "Divergence from dense attention that turns skipping off, if found twice running.",
+    "kv_protect": "Never skip the blocks of system messages.",
 }
 SERVER_HELP = {
     "host": "Address to listen on.",
@@ -52,10 +74,11 @@ SERVER_HELP = {
 }
 SECTIONS: dict[str, tuple[type[msgspec.Struct], Mapping[str, str]]] = {
     "engine": (EngineConfig, ENGINE_HELP),
+    "control": (ControlConfig, CONTROL_HELP),
     "server": (ServerConfig, SERVER_HELP),
 }
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the tables engine and server.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file: engine, control, server.")]
 
 
 def with_config_options(*sections: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -12,7 +12,7 @@ ModelArgument = Annotated[
 ]
 
 
-@with_config_options("engine", "server")
+@with_config_options("engine", "control", "server")
 def serve(
     model: ModelArgument = None,
     config: ConfigFile = None,

@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import Literal
 
 StepKind = Literal["prefill", "decode"]
+STEP_KINDS: tuple[StepKind, ...] = ("prefill", "decode")
 
 FORGETTING = 0.99  # weight of a step, per later step: about the last hundred count
 MIN_R_SQUARED = 0.5  # below, the fit explains too little to steer by

@@ -13,6 +13,8 @@ from typing import Literal
 Mode = Literal["off", "cool", "two_sided", "edt", "mirostat", "fixed"]
 Side = Literal["none", "low", "high"]
 
+TARGETED_MODES = ("cool", "two_sided", "mirostat")  # steer towards `target_nats`
+MEASURED_MODES = ("cool", "two_sided", "edt", "mirostat")  # need H_ctl of each token
 SAMPLING_ORDER = ("penalties", "mask", "temperature", "top_k", "top_p", "min_p")
 AUTO_TARGET_SHARE = 0.9  # of the calibrated mean of H_ctl
 

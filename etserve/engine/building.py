@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from etserve.config import BLOCK_SIZE, EngineConfig
+from etserve.engine.costs import CostMeter
 from etserve.engine.llm_engine import EngineParts, LLMEngine
 from etserve.engine.resources import count_cores, fit_context, free_memory_bytes, num_kv_blocks
 from etserve.kernels import native
@@ -20,6 +21,7 @@ from etserve.runner.grammar import GrammarCompiler
 from etserve.runner.model_runner import ModelRunner, model_shape
 from etserve.runner.sampler import Sampler
 from etserve.sampling_params import SamplingParams
+from etserve.scheduler.policy import LawPolicy
 from etserve.scheduler.scheduler import Scheduler
 from etserve.tokenizer.loading import load_tokenizer
 from etserve.tokenizer.tokenizer import Tokenizer
@@ -101,13 +103,16 @@ def assemble(
     )
     sampler = Sampler(eos_token_ids, grammars)
     kv_element_bytes = block_bytes / (2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * spec.num_layers)
-    runner = ModelRunner(decoder, num_blocks, sampler, model_shape(spec, kv_element_bytes))
+    shape = model_shape(spec, kv_element_bytes)
+    runner = ModelRunner(decoder, num_blocks, sampler, shape)
+    costs, law = CostMeter(shape), config.control.priority_law()
     scheduler = Scheduler(
         KVCacheManager(num_blocks, config.prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
         eos_token_ids=eos_token_ids,
         now=now,
+        policy=None if law.mode == "fcfs" else LawPolicy(law, costs.next_token),
     )
     info = ModelInfo(
         model_name=model_name,
@@ -128,7 +133,7 @@ def assemble(
         weight_bytes=decoder.weight_bytes,
         kv_cache_bytes=runner.cache_bytes,
     )
-    return EngineParts(config, info, tokenizer, scheduler, runner, sampler, now)
+    return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)
 
 
 def warm_up(engine: LLMEngine) -> None:

@@ -14,6 +14,7 @@ from etserve.engine.admission import Queue, Rates, check_queue, check_request
 from etserve.engine.client import EngineHealth, EngineLoad, EngineState
 from etserve.engine.frames import AbortRequest, AddRequest, StepDone, ToEngine
 from etserve.engine.open_requests import OpenRequest, OutputIterator
+from etserve.engine.steering import check_steering
 from etserve.errors import EngineUnavailableError, RequestError
 from etserve.log import get_logger, log_facts
 from etserve.outputs import FinishReason, GenerateRequest, ModelInfo, SequenceOutput, StepStats
@@ -193,6 +194,7 @@ class EngineFront:
         if request.request_id in self._open:
             raise RequestError("The request id is in use.")
         check_request(request, self._info)
+        check_steering(request.params, self._config.control, can_prune=self._info.pruning_sketch_bits > 0)
         if request.params.grammar is not None:
             validate_grammar(request.params.grammar)
         check_queue(self._queue(), request, self._config, self._rates)

@@ -11,7 +11,9 @@ import msgspec
 
 from etserve.config import EngineConfig
 from etserve.engine.admission import check_request
+from etserve.engine.costs import CostMeter
 from etserve.engine.rendering import ChoiceRenderer, join
+from etserve.engine.steering import check_steering, start_control
 from etserve.engine.step_stats import StepMeter
 from etserve.errors import RequestError
 from etserve.log import get_logger, log_facts
@@ -37,6 +39,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: ModelRunner
     sampler: Sampler
+    costs: CostMeter
     now: Callable[[], float] = time.monotonic
 
 
@@ -49,6 +52,8 @@ class LLMEngine:
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._sampler = parts.sampler
+        self._costs = parts.costs
+        self._control = parts.config.control
         self._now = parts.now
         self._eos_token_ids = frozenset(parts.info.eos_token_ids)
         self._seq_ids = itertools.count()
@@ -67,6 +72,7 @@ class LLMEngine:
     def add_request(self, request: GenerateRequest) -> None:
         """Queue one sequence per choice. Raises RequestError (nothing is queued then)."""
         check_request(request, self.info)
+        check_steering(request.params, self._control, can_prune=self.info.pruning_sketch_bits > 0)
         sequences = [
             self._make_sequence(request, choice)
             for choice in range(request.params.n)
@@ -110,7 +116,7 @@ class LLMEngine:
         self._scheduler.update(plan, result)
         outputs, self._pending = self._pending, []
         outputs += self._render(plan, result, meter)
-        return outputs, meter.stats(plan, result, self._scheduler)
+        return outputs, meter.stats(plan, result, self._scheduler, self._costs)
 
     # --- parts of a step
 
@@ -141,7 +147,7 @@ class LLMEngine:
         sampled = result.sampled.get(seq.seq_id)
         if sampled is None:
             return self._end(seq, "length") if seq.status is Status.FINISHED else None
-        meter.observe(sampled, renderer.measure_advance())
+        meter.observe(sampled, renderer.measure_advance(), seq.control)
         output = renderer.render(sampled)
         reason = self._finish_reason(renderer)
         return output if reason is None else join(output, self._end(seq, reason))
@@ -198,6 +204,7 @@ class LLMEngine:
             priority=request.priority,
             cache_salt=request.cache_salt,
             num_forced_tokens=len(forced),
+            control=start_control(self._control, params),
         )
 
 

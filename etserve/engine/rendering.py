@@ -83,7 +83,7 @@ class ChoiceRenderer:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens,
             num_output_tokens=seq.num_output_tokens,
-            entropy_summary=None if seq.params.trace == "none" else _summary(seq),
+            entropy_summary=None if seq.params.trace == "none" else _summary(seq, now),
             timings=_timings(seq, now),
         )
 
@@ -120,7 +120,7 @@ class ChoiceRenderer:
             entropy_nats=sampled.entropy_nats,
             varentropy=sampled.varentropy,
             temperature=sampled.temperature,
-            kept_fraction=1.0,
+            kept_fraction=sampled.measured.kept_fraction,
             tau_nats=self.seq.clock.tau_nats,
         )
 
@@ -146,7 +146,7 @@ def join(first: SequenceOutput, last: SequenceOutput) -> SequenceOutput:
     )
 
 
-def _summary(seq: Sequence) -> EntropySummary:
+def _summary(seq: Sequence, now: float) -> EntropySummary:
     clock = seq.clock
     return EntropySummary(
         tau_nats=clock.tau_nats,
@@ -154,11 +154,21 @@ def _summary(seq: Sequence) -> EntropySummary:
         nats_resolved=clock.nats_resolved,
         mean_entropy_nats=clock.mean_entropy_nats,
         final_entropy_nats=clock.entropy_nats,
-        tau_per_gflop=clock.tau_nats / (seq.flops * 1e-9) if seq.flops > 0 else 0.0,
-        mean_temperature=seq.params.temperature,
-        kept_fraction_mean=1.0,
+        tau_per_gflop=_ratio(clock.tau_nats, seq.flops * 1e-9),
+        mean_temperature=seq.mean_temperature,
+        kept_fraction_mean=seq.control.kept_fraction_mean,
         blocks_evicted=0,
+        tau_per_gb=_ratio(clock.tau_nats, seq.bytes_read * 1e-9),
+        tau_per_second=_ratio(clock.tau_nats, _seconds_in_service(seq, now)),
     )
+
+
+def _ratio(nats: float, amount: float) -> float:
+    return nats / amount if amount > 0.0 else 0.0
+
+
+def _seconds_in_service(seq: Sequence, now: float) -> float:
+    return 0.0 if seq.first_scheduled_seconds is None else now - seq.first_scheduled_seconds
 
 
 def _timings(seq: Sequence, now: float) -> RequestTimings:

@@ -1,7 +1,11 @@
 """What one engine step did, added up while it runs."""
 
+from collections import Counter
 from collections.abc import Callable
 
+from etserve.control.choice import ChoiceControl
+from etserve.control.cost_model import STEP_KINDS
+from etserve.engine.costs import CostMeter
 from etserve.engine.rendering import ClockAdvance
 from etserve.outputs import StepStats
 from etserve.plan import ModelRunnerOutput, Sampled, SchedulerOutput
@@ -17,22 +21,39 @@ class StepMeter:
         self._sampled: list[Sampled] = []
         self._tau_nats = 0.0
         self._tau_up_nats = 0.0
+        self._fallbacks: Counter[str] = Counter()
+        self._saturated: Counter[str] = Counter()
 
     def is_planned(self) -> None:
         self._planned = self._now()
 
-    def observe(self, sampled: Sampled, advance: ClockAdvance) -> None:
-        """One token was drawn and moved its sequence's clock."""
+    def observe(self, sampled: Sampled, advance: ClockAdvance, control: ChoiceControl) -> None:
+        """One token was drawn; it moved its sequence's clock, and its control loop to `control`."""
         self._sampled.append(sampled)
         self._tau_nats += advance.tau_nats
         self._tau_up_nats += advance.tau_up_nats
+        self._saturated[control.saturated] += 1
+        if control.fallback is not None:
+            self._fallbacks[control.fallback] += 1
 
-    def stats(self, plan: SchedulerOutput, result: ModelRunnerOutput, scheduler: Scheduler) -> StepStats:
+    def stats(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput, scheduler: Scheduler, costs: CostMeter
+    ) -> StepStats:
+        """What there is to tell; `costs` learn from the step."""
         entropies = [sampled.entropy_nats for sampled in self._sampled]
         num_decode = sum(item.num_tokens for item in plan.scheduled if item.is_decode)
+        flops = sum(result.flops.values())
+        end = self._now()
+        costs.observe(
+            num_prefill_tokens=plan.num_tokens - num_decode,
+            flops=flops,
+            bytes_read=result.bytes_read,
+            seconds=end - self._planned,
+        )
+        pruned = [sampled.measured for sampled in self._sampled if sampled.measured.kept_fraction < 1.0]
         return StepStats(
             step=plan.step,
-            step_seconds=self._now() - self._begin,
+            step_seconds=end - self._begin,
             schedule_seconds=self._planned - self._begin,
             num_prefill_tokens=plan.num_tokens - num_decode,
             num_decode_tokens=num_decode,
@@ -40,7 +61,7 @@ class StepMeter:
             num_prompt_tokens=sum(seq.num_prompt_tokens for seq in plan.admitted),
             num_preempted=len(plan.preempted),
             num_nonfinite_rows=result.num_nonfinite_rows,
-            flops=sum(result.flops.values()),
+            flops=flops,
             bytes_read=result.bytes_read,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -54,4 +75,13 @@ class StepMeter:
             tau_nats=self._tau_nats,
             tau_up_nats=self._tau_up_nats,
             nats_resolved=sum(entropies),
+            kept_fractions=[measured.kept_fraction for measured in pruned],
+            skipped_masses=[measured.skipped_mass for measured in pruned],
+            num_blocks_skipped=result.num_blocks_skipped,
+            prune_fallbacks=dict(self._fallbacks),
+            num_saturated_low=self._saturated["low"],
+            num_saturated_high=self._saturated["high"],
+            schedule_ages_seconds=[item.age_seconds for item in plan.scheduled],
+            num_forced=sum(item.is_forced for item in plan.scheduled),
+            cost_r_squared={kind: costs.fit(kind).r_squared for kind in STEP_KINDS},
         )

@@ -121,9 +121,14 @@ class KVCacheManager:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Make the blocks that are full of computed tokens findable; called after each step."""
+        """Make the blocks that are full of computed tokens findable; called after each step.
+
+        Entries computed with blocks skipped stay the sequence's own: others are promised what dense attention gives.
+        """
         holding = self._holdings[seq.seq_id]
         num_full = seq.num_computed_tokens // BLOCK_SIZE
+        if seq.num_dense_tokens is not None:
+            num_full = min(num_full, seq.num_dense_tokens // BLOCK_SIZE)
         if num_full <= holding.num_committed or not self.prefix_caching:
             return
         keys = holding.chain.extend(seq.token_ids, seq.num_computed_tokens)

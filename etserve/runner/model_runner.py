@@ -8,7 +8,8 @@ from etserve.control.cost import ModelShape, count_layer_parameters, dense_flops
 from etserve.models.types import Decoder, DecoderSpec
 from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
-from etserve.runner.sampler import Sampler, entropies, prompt_logprobs
+from etserve.runner.measuring import entropies, prompt_logprobs
+from etserve.runner.sampler import Sampler
 from etserve.sequence import Sequence
 
 MAX_LOGIT_ROWS = 64  # logits are made for so many rows at a time: 12 MB at 49k tokens, whatever the batch
@@ -102,13 +103,16 @@ class ModelRunner:
         self, plan: SchedulerOutput, rows: RowPlan, result: ModelRunnerOutput, num_bad_rows: int
     ) -> ModelRunnerOutput:
         num_logits = _count_logits(rows)
+        weight_share = self._decoder.weight_bytes / len(plan.scheduled)
         kv_bytes = 0.0
         for item in plan.scheduled:
             seq_id = item.seq.seq_id
             result.flops[seq_id] = dense_flops(
                 self._shape, start=item.start, num_tokens=item.num_tokens, num_logits=num_logits.get(seq_id, 0)
             )
-            kv_bytes += dense_kv_bytes(self._shape, start=item.start, num_tokens=item.num_tokens)
+            read = dense_kv_bytes(self._shape, start=item.start, num_tokens=item.num_tokens)
+            result.seq_bytes[seq_id] = read + weight_share
+            kv_bytes += read
         return ModelRunnerOutput(
             sampled=result.sampled,
             prompt_logprobs=result.prompt_logprobs,
@@ -116,6 +120,7 @@ class ModelRunner:
             forced_entropies=result.forced_entropies,
             num_nonfinite_rows=num_bad_rows,
             flops=result.flops,
+            seq_bytes=result.seq_bytes,
             bytes_read=self._decoder.weight_bytes + kv_bytes,
         )
 

@@ -1,20 +1,22 @@
 """From raw logits to drawn tokens. Rows that ask for nothing special take the batched kernels untouched."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from etserve.control.choice import NOT_MEASURED
 from etserve.control.keyed_random import uniform
 from etserve.kernels import rows
-from etserve.outputs import TokenLogprobs
 from etserve.plan import Sampled
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
+from etserve.runner.measuring import RawRows
 from etserve.runner.penalties import TokenCounts, has_penalties
+from etserve.runner.steering import MIN_TEMPERATURE, SteeredRows
 from etserve.sequence import Sequence
 
-MIN_TEMPERATURE = 1e-6  # below this a draw is greedy but for ties, and f32 overflows
 Row = NDArray[np.float32]
 
 
@@ -104,23 +106,57 @@ class Sampler:
         """Draw one token per row of `logits` (f32 [len(seqs), vocab]), which is overwritten."""
         drawn = DrawnRows()
         stats = rows.row_pass(logits, max((seq.params.logprobs or 0 for seq in seqs), default=0))
-        raw = _RawRows(logits.numpy(), stats)
+        raw = RawRows(logits.numpy(), stats)
         tokens = raw.argmax.copy()
+        ends = {index: self._end_probability(seq, index, raw) for index, seq in enumerate(seqs)}
         self._reject_nonfinite(seqs, raw, drawn)
-        self._apply_wishes(seqs, raw, tokens, drawn)
+        changed = self._apply_wishes(seqs, raw, tokens, drawn)
+        steered = self._steer(seqs, logits, raw, drawn, changed)
         self._draw_random(seqs, logits, tokens, drawn)
         for index, seq in enumerate(seqs):
-            if seq.seq_id not in drawn.failed:
-                drawn.sampled[seq.seq_id] = raw.sampled(index, seq, int(tokens[index]))
+            if seq.seq_id in drawn.failed:
+                continue
+            token_id, measured = int(tokens[index]), NOT_MEASURED
+            if seq.control.is_measured:
+                measured = steered.measure(index, seq, token_id, raw.logits[index], ends[index])
+            drawn.sampled[seq.seq_id] = raw.sampled(index, seq, token_id, measured)
         return drawn
 
+    def _end_probability(self, seq: Sequence, index: int, raw: RawRows) -> float:
+        """p(EOS) of the raw row, for those who are ranked by it; NaN for others."""
+        if not seq.control.laws.ranks_by_entropy:
+            return math.nan
+        return raw.probability(index, self._wishes[seq.seq_id].end_ids)
+
     @staticmethod
-    def _reject_nonfinite(seqs: list[Sequence], raw: "_RawRows", drawn: DrawnRows) -> None:
+    def _steer(
+        seqs: list[Sequence],
+        logits: torch.Tensor,
+        raw: RawRows,
+        drawn: DrawnRows,
+        changed: set[int],
+    ) -> SteeredRows:
+        """Measure the rows whose temperature is steered, and take out what mirostat does not want drawn."""
+        chosen = [i for i, s in enumerate(seqs) if s.control.measures_temperature and s.seq_id not in drawn.failed]
+        steered = SteeredRows(seqs, logits, chosen, raw.stats, changed)
+        for index in chosen:
+            if steered.cuts(seqs[index]):
+                if seqs[index].params.logprobs is not None:
+                    raw.keep(index)
+                steered.cut(index, seqs[index], raw.logits[index])
+        return steered
+
+    @staticmethod
+    def _reject_nonfinite(seqs: list[Sequence], raw: RawRows, drawn: DrawnRows) -> None:
         for index in np.flatnonzero(raw.is_bad):
             drawn.failed[seqs[index].seq_id] = "model_numerics"
             drawn.num_nonfinite_rows += 1
 
-    def _apply_wishes(self, seqs: list[Sequence], raw: "_RawRows", tokens: NDArray[np.int32], drawn: DrawnRows) -> None:
+    def _apply_wishes(
+        self, seqs: list[Sequence], raw: RawRows, tokens: NDArray[np.int32], drawn: DrawnRows
+    ) -> set[int]:
+        """Change the rows that ask for it; return which were changed."""
+        changed: set[int] = set()
         for index, seq in enumerate(seqs):
             wishes = self._wishes[seq.seq_id]
             if seq.seq_id in drawn.failed or not wishes.are_wanted(seq):
@@ -128,10 +164,12 @@ class Sampler:
             if seq.params.logprobs is not None:
                 raw.keep(index)
             row = raw.logits[index]
+            changed.add(index)
             if code := wishes.apply(row, seq):
                 drawn.failed[seq.seq_id] = code
             else:
                 tokens[index] = row.argmax()
+        return changed
 
     @staticmethod
     def _draw_random(seqs: list[Sequence], logits: torch.Tensor, tokens: NDArray[np.int32], drawn: DrawnRows) -> None:
@@ -144,7 +182,7 @@ class Sampler:
         vocab = logits.shape[1]
         samples = rows.sample(
             logits if len(chosen) == len(seqs) else logits[chosen],
-            temperature=np.array([max(p.temperature, MIN_TEMPERATURE) for p in params], np.float32),
+            temperature=np.array([max(s.temperature, MIN_TEMPERATURE) for s in picked], np.float32),
             top_k=np.array([p.top_k if p.top_k < vocab else 0 for p in params], np.int32),
             top_p=np.array([p.top_p for p in params], np.float32),
             min_p=np.array([p.min_p for p in params], np.float32),
@@ -154,57 +192,3 @@ class Sampler:
         for seq, token_id in zip(picked, samples.token_ids.tolist(), strict=True):
             if token_id < 0:  # nothing left to draw from
                 drawn.failed[seq.seq_id] = "model_numerics"
-
-
-class _RawRows:
-    """Measurements of the raw logits, kept while the logits themselves are changed."""
-
-    def __init__(self, logits: Row, stats: rows.RowStats) -> None:
-        self.logits = logits
-        self.argmax = np.asarray(stats.argmax)
-        self.is_bad = (np.asarray(stats.nonfinite) > 0) | ~np.isfinite(np.asarray(stats.entropy))
-        self._entropy = stats.entropy.tolist()
-        self._varentropy = stats.varentropy.tolist()
-        self._log_sum_exp = stats.log_sum_exp
-        self._top_ids = stats.top_ids
-        self._top_values = stats.top_values
-        self._kept: dict[int, Row] = {}
-
-    def keep(self, index: int) -> None:
-        self._kept[index] = self.logits[index].copy()
-
-    def sampled(self, index: int, seq: Sequence, token_id: int) -> Sampled:
-        wanted = seq.params.logprobs
-        return Sampled(
-            token_id=token_id,
-            entropy_nats=self._entropy[index],
-            varentropy=self._varentropy[index],
-            temperature=seq.params.temperature,
-            logprobs=None if wanted is None else self.logprobs(index, token_id, wanted),
-        )
-
-    def logprobs(self, index: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """Log-softmax of the raw row: of one token and of the `num_top` likeliest."""
-        log_sum_exp = float(self._log_sum_exp[index])
-        row = self._kept.get(index, self.logits[index])
-        ids = self._top_ids[index][:num_top].tolist()
-        values = self._top_values[index][:num_top].tolist()
-        return TokenLogprobs(
-            token_id=token_id,
-            logprob=float(row[token_id]) - log_sum_exp,
-            top_ids=[i for i in ids if i >= 0],
-            top_logprobs=[v - log_sum_exp for i, v in zip(ids, values, strict=True) if i >= 0],
-        )
-
-
-def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs] | None:
-    """Log-probabilities of known tokens, one row of f32 [len(token_ids), vocab] each; None if a row is not finite."""
-    raw = _RawRows(logits.numpy(), rows.row_pass(logits, num_top))
-    if raw.is_bad.any():
-        return None
-    return [raw.logprobs(index, token_id, num_top) for index, token_id in enumerate(token_ids)]
-
-
-def entropies(logits: torch.Tensor) -> list[float]:
-    """Entropy in nats of each row."""
-    return [float(value) for value in rows.row_pass(logits, 0).entropy.tolist()]

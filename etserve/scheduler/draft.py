@@ -4,12 +4,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from etserve.plan import ScheduledSequence, SchedulerOutput
-from etserve.scheduler.policy import RankFunction
+from etserve.scheduler.policy import RankFunction, StepPolicy
 from etserve.sequence import Sequence
 
 
 class RankedQueue:
-    """Sequences in the order of a rank that is unique and stays the same while they are in here."""
+    """Sequences in the order of a rank that is unique and changes only before `resort`."""
 
     def __init__(self, rank: RankFunction) -> None:
         self._rank = rank
@@ -29,6 +29,10 @@ class RankedQueue:
         index = bisect_left(self._items, self._rank(seq), key=self._rank)
         return index < len(self._items) and self._items[index] is seq
 
+    def resort(self) -> None:
+        """Take the ranks anew: they have changed."""
+        self._items.sort(key=self._rank)
+
     def add(self, seq: Sequence) -> None:
         insort(self._items, seq, key=self._rank)
 
@@ -43,16 +47,30 @@ class RankedQueue:
 class StepDraft:
     """What has been planned so far; tokens given out never exceed the budget."""
 
-    def __init__(self, step: int, budget: int) -> None:
+    def __init__(self, step: int, budget: int, now: float, policy: StepPolicy | None = None) -> None:
         self.step = step
+        self.now = now
         self.budget = budget  # tokens left
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
+        self._policy = policy
         self._decodes: list[ScheduledSequence] = []
         self._prefills: list[ScheduledSequence] = []
 
     def add(self, seq: Sequence, num_tokens: int, block_table: list[int], is_decode: bool) -> None:
-        item = ScheduledSequence(seq, seq.num_computed_tokens, num_tokens, block_table, is_decode)
+        end = seq.num_computed_tokens + num_tokens
+        served = seq.arrival_seconds if seq.last_served_seconds is None else seq.last_served_seconds
+        item = ScheduledSequence(
+            seq,
+            seq.num_computed_tokens,
+            num_tokens,
+            block_table,
+            is_decode,
+            epsilon=seq.control.epsilon(end) if is_decode else 0.0,
+            check_epsilon=seq.control.check_epsilon(end) if is_decode else 0.0,
+            age_seconds=max(0.0, self.now - served),
+            is_forced=self._policy is not None and self._policy.is_forced(seq),
+        )
         (self._decodes if is_decode else self._prefills).append(item)
         self.budget -= num_tokens
         seq.last_scheduled_step = self.step

@@ -10,7 +10,7 @@ from etserve.kv.manager import KVCacheManager
 from etserve.outputs import FinishReason
 from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.scheduler.draft import RankedQueue, StepDraft
-from etserve.scheduler.policy import RankFunction, fcfs
+from etserve.scheduler.policy import StepPolicy, fcfs, is_decode
 from etserve.sequence import Sequence, Status
 
 _PREFILL_SHARE = 4  # decodes leave 1/4 of the budget while a prompt is to be computed, so that neither side starves
@@ -32,9 +32,12 @@ class Scheduler:
         max_step_tokens: int,
         eos_token_ids: Collection[int],
         now: Callable[[], float],
-        rank: RankFunction = fcfs,
+        policy: StepPolicy | None = None,
     ) -> None:
-        """`now` is the engine's monotonic clock in seconds. Raises ValueError if a limit is too small to run."""
+        """`now` is the engine's monotonic clock in seconds; without a policy it is first come, first served.
+
+        Raises ValueError if a limit is too small to run.
+        """
         if max_num_seqs < 1 or max_step_tokens < 2:
             raise ValueError(f"a step needs a sequence and 2 tokens, got {max_num_seqs} and {max_step_tokens}")
         self.kv = kv
@@ -42,9 +45,10 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._now = now
-        self._rank = rank
-        self._waiting = RankedQueue(rank)
-        self._running = RankedQueue(rank)
+        self._policy = policy
+        self._rank = fcfs if policy is None else policy
+        self._waiting = RankedQueue(self._rank)
+        self._running = RankedQueue(self._rank)
         self._num_waiting_tokens = 0
         self._step = -1
 
@@ -78,7 +82,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan one step. While there is work, the plan is never empty."""
         self._step += 1
-        draft = StepDraft(self._step, self._max_step_tokens)
+        draft = StepDraft(self._step, self._max_step_tokens, self._now(), self._policy)
+        if self._policy is not None:
+            self._rerank(self._policy, draft)
         self._continue_decodes(draft, self._decode_budget())
         self._continue_prefills(draft)
         if not draft.preempted:  # memory is short: whoever came in now would only take turns with the preempted
@@ -110,19 +116,28 @@ class Scheduler:
 
     # --- planning
 
+    def _rerank(self, policy: StepPolicy, draft: StepDraft) -> None:
+        slots = min(self._max_num_seqs, self._decode_budget())
+        policy.begin_step(draft.step, draft.now, list(self._running), list(self._waiting), slots)
+        self._running.resort()
+        self._waiting.resort()
+
     def _decode_budget(self) -> int:
         """Return how many tokens decodes may take before prompts get theirs."""
         has_seat = len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
-        if has_seat or any(not _is_decode(seq) for seq in self._running):
+        if has_seat or any(not is_decode(seq) for seq in self._running):
             return self._max_step_tokens - max(1, self._max_step_tokens // _PREFILL_SHARE)
         return self._max_step_tokens
 
     def _continue_decodes(self, draft: StepDraft, num_tokens: int) -> None:
-        """Give one token to each decoding sequence that has none yet, the longest unserved first if not all get one."""
+        """Give one token to each decoding sequence that has none yet, while there are tokens.
+
+        If not all get one, the policy says who does; without a policy those unserved for longest.
+        """
         if num_tokens <= 0:
             return
-        decodes = [seq for seq in self._running if seq.last_scheduled_step != draft.step and _is_decode(seq)]
-        if len(decodes) > num_tokens:
+        decodes = [seq for seq in self._running if seq.last_scheduled_step != draft.step and is_decode(seq)]
+        if len(decodes) > num_tokens and self._policy is None:
             decodes.sort(key=lambda seq: seq.last_scheduled_step)
         for seq in decodes[:num_tokens]:
             self._continue(draft, seq)
@@ -131,7 +146,7 @@ class Scheduler:
         for seq in self._running:
             if draft.budget == 0:
                 return
-            if seq.last_scheduled_step != draft.step and not _is_decode(seq):
+            if seq.last_scheduled_step != draft.step and not is_decode(seq):
                 self._continue(draft, seq)
 
     def _continue(self, draft: StepDraft, seq: Sequence) -> None:
@@ -144,7 +159,7 @@ class Scheduler:
             self._preempt(draft, victim)
             if victim is seq:
                 return
-        draft.add(seq, num_tokens, self.kv.block_table(seq), _is_decode(seq))
+        draft.add(seq, num_tokens, self.kv.block_table(seq), is_decode(seq))
 
     def _find_victim(self, draft: StepDraft) -> Sequence:
         """Return the worst-ranked running sequence that this step does not compute yet."""
@@ -155,6 +170,8 @@ class Scheduler:
         self.kv.preempt(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
+        seq.num_dense_tokens = None  # what comes now is dense: recomputation reads every block
+        seq.last_served_seconds = draft.now
         self._wait(seq)
         draft.preempted.append(seq)
 
@@ -209,6 +226,10 @@ class Scheduler:
         """Move one sequence on by what was computed; True if that ended it."""
         seq = item.seq
         seq.flops += output.flops.get(seq.seq_id, 0.0)
+        seq.bytes_read += output.seq_bytes.get(seq.seq_id, 0.0)
+        seq.last_served_seconds = now
+        if item.epsilon > 0.0 and seq.num_dense_tokens is None:
+            seq.num_dense_tokens = item.start
         if seq.seq_id in output.failed:
             return self.finish(seq, "error")
         samples = item.samples
@@ -225,6 +246,7 @@ class Scheduler:
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         seq.token_ids.append(sampled.token_id)
         seq.clock = seq.clock.observe(sampled.entropy_nats)
+        seq.control = seq.control.observe(sampled.entropy_nats, sampled.measured)
         if seq.first_token_seconds is None:
             seq.first_token_seconds = now
 
@@ -235,8 +257,3 @@ class Scheduler:
         if is_stop and seq.num_output_tokens > params.min_tokens:
             return "stop"
         return "length" if seq.num_output_tokens >= seq.max_output_tokens else None
-
-
-def _is_decode(seq: Sequence) -> bool:
-    """Only the latest output token is to be computed."""
-    return seq.num_uncomputed_tokens == 1 and seq.num_output_tokens > 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from etserve.config import Config, EngineConfig, ServerConfig, load_config
+from etserve.config import Config, ControlConfig, EngineConfig, ServerConfig, load_config
 from etserve.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,6 +65,11 @@ def test_variables_are_text_and_become_the_fields_type(field: str, text: str, va
         ("engine", "dtype", "int3"),
         ("engine", "max_model_len", "many"),
         ("engine", "max_num_seqs", 1e400),
+        ("control", "temperature_mode", "warm"),
+        ("control", "target_entropy_nats", -0.1),
+        ("control", "target_entropy_nats", "nan"),
+        ("control", "epsilon", 0.6),
+        ("control", "decode_wait_seconds", 0.0),
         ("server", "port", 65_536),
         ("server", "drain_timeout_seconds", -0.1),
         ("server", "drain_timeout_seconds", "inf"),
@@ -109,5 +114,39 @@ def test_the_shipped_file_spells_out_the_defaults() -> None:
 
 def test_the_shipped_file_mentions_every_setting() -> None:
     text = (REPOSITORY / "configs" / "default.toml").read_text(encoding="utf-8")
-    fields = (*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__)
+    fields = {*EngineConfig.__struct_fields__, *ControlConfig.__struct_fields__, *ServerConfig.__struct_fields__}
+    fields.remove("control")  # a table of its own
     assert [name for name in fields if f"\n{name} = " not in text and f"\n# {name} = " not in text] == []
+
+
+@pytest.mark.parametrize("name", ["baseline", "entropic", "paper"])
+def test_the_shipped_arms_load(name: str) -> None:
+    control = load_config(REPOSITORY / "configs" / f"{name}.toml", environment={}).control
+    assert (control == ControlConfig()) is (name == "baseline")
+
+
+def test_the_control_table_is_merged_as_the_others_are(tmp_path: Path) -> None:
+    path = toml(tmp_path, '[control]\nepsilon = 0.2\npriority_mode = "paper"\n')
+    config = load_config(path, {"control": {"priority_mode": "random"}}, {"ETSERVE_EPSILON_SWING": "0"})
+    assert config.control == ControlConfig(epsilon=0.2, priority_mode="random", epsilon_swing=0.0)
+    assert config.engine.control is config.control
+
+
+def test_the_control_table_has_one_place_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="control"):
+        load_config(toml(tmp_path, "[engine.control]\nepsilon = 0.2\n"), environment={})
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        {"temperature_mode": "cool"},
+        {"temperature_mode": "mirostat"},
+        {"gain_weight": 0.7, "finish_weight": 0.7},
+        {"entropy_low_nats": 3.0, "entropy_high_nats": 2.0},
+        {"epsilon": 0.5, "epsilon_swing": 1.0},
+    ],
+)
+def test_what_the_laws_refuse_together_stops_the_start(control: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="control"):
+        load_config(None, {"control": control}, {})

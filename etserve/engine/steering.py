@@ -1,0 +1,50 @@
+"""What steers a request: the server's settings, overridden by what the request itself asks. Torch-free."""
+
+from etserve.config import ControlConfig
+from etserve.control import choice
+from etserve.control.choice import ChoiceControl, ChoiceLaws
+from etserve.control.thermostat import TARGETED_MODES
+from etserve.errors import RequestError
+from etserve.sampling_params import SamplingParams
+
+MAX_SPANS = 4096
+
+
+def start_control(config: ControlConfig, params: SamplingParams) -> ChoiceControl:
+    """The state of a new choice. `params` have passed check_steering."""
+    wanted = params.entropic
+    is_pruned = (config.pruning if wanted.pruning is None else wanted.pruning) == "on"
+    protects = config.kv_protect if wanted.kv_protect is None else wanted.kv_protect
+    laws = ChoiceLaws(
+        thermostat=config.thermostat_law(wanted.temperature_mode, wanted.target_entropy_nats),
+        pruning=config.pruning_law(wanted.epsilon) if is_pruned else None,
+        protected_spans=params.entropic.protected_spans if is_pruned and protects else (),
+        ranks_by_entropy=config.priority_mode != "fcfs",
+    )
+    if laws.thermostat.mode == "off" and laws.pruning is None and not laws.ranks_by_entropy:
+        laws = ChoiceLaws()  # nothing steers: targets and gains do not matter
+    return choice.start(laws, params.temperature, params.top_k)
+
+
+def check_steering(params: SamplingParams, config: ControlConfig, *, can_prune: bool) -> None:
+    """Raise RequestError for what this engine cannot do, whatever the load, or out of the laws' bounds."""
+    wanted = params.entropic
+    for name, value, most in (
+        ("target_entropy_nats", wanted.target_entropy_nats, 20.0),
+        ("epsilon", wanted.epsilon, 0.5),
+    ):
+        if value is not None and not 0.0 <= value <= most:  # NaN is within no bounds
+            raise _refusal(name, f"it must be in [0, {most}]")
+    mode = config.temperature_mode if wanted.temperature_mode is None else wanted.temperature_mode
+    if mode in TARGETED_MODES and wanted.target_entropy_nats is None and config.target() is None:
+        raise _refusal("target_entropy_nats", f"{mode} needs it, for the model has no calibrated one")
+    if wanted.pruning == "on" and not can_prune:
+        raise _refusal("pruning", "this server keeps no key sketches (pruning_sketch_bits)", "unsupported_parameter")
+    spans = wanted.protected_spans
+    if len(spans) > MAX_SPANS or any(not 0 <= start <= end for start, end in spans):
+        raise _refusal("protected_spans", f"at most {MAX_SPANS} spans, each with 0 <= start <= end")
+
+
+def _refusal(name: str, problem: str, code: str = "invalid_value") -> RequestError:
+    param = f"entropic.{name}"
+    return RequestError(f"`{param}`: {problem}.", param=param, code=code)
