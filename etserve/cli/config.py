@@ -1,6 +1,7 @@
 """`etserve config`: what a start with these settings would use."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ import typer
 
 from etserve.cli.options import SECTIONS, ConfigFile, read_config, with_config_options
 from etserve.cli.serve import ModelArgument
-from etserve.config import Config
+from etserve.config import Config, Origin, setting_origins
 
 app = typer.Typer(no_args_is_help=True, help="Look at settings.")
 
@@ -26,12 +27,17 @@ def show(
     *,
     flags: dict[str, dict[str, Any]],
 ) -> None:
-    """Print every setting as TOML, merged from file, environment and flags. API keys are not shown."""
-    typer.echo(as_toml(read_config(config, flags, model)), nl=False)
+    """Print every setting as TOML, with the source it was taken from. API keys are not shown."""
+    settings = read_config(config, flags, model)
+    given = {**flags, "engine": {**flags["engine"], "model": model}}
+    typer.echo(as_toml(settings, setting_origins(config, given)), nl=False)
 
 
-def as_toml(config: Config) -> str:
-    """A file that gives the same config again, API keys aside. What is unset stands as a comment."""
+def as_toml(config: Config, origins: Mapping[str, Mapping[str, Origin]] | None = None) -> str:
+    """A file that gives the same config again, API keys aside. What is unset stands as a comment.
+
+    With `origins`, each value is followed by a comment that says where it came from.
+    """
     lines: list[str] = []
     for section in SECTIONS:
         values: dict[str, Any] = msgspec.to_builtins(getattr(config, section))
@@ -44,7 +50,8 @@ def as_toml(config: Config) -> str:
             elif value is None:
                 lines.append(f"# {name} is not set")
             else:
-                lines.append(f"{name} = {_toml(value)}")
+                source = "" if origins is None else f"  # {origins.get(section, {}).get(name, 'default')}"
+                lines.append(f"{name} = {_toml(value)}{source}")
         lines.append("")
     return "\n".join(lines[:-1]) + "\n"
 

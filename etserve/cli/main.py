@@ -9,7 +9,7 @@ import typer
 
 from etserve import __version__
 from etserve.bench.commands import app as bench_app
-from etserve.cli import chat, config, generate, health, models, serve
+from etserve.cli import chat, config, doctor, generate, health, models, serve
 from etserve.errors import ConfigError, EtserveError, ModelError, RequestError
 
 EXIT_OK = 0
@@ -23,13 +23,14 @@ app = typer.Typer(
     help="Serve a language model, talk to it, measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=True,  # --install-completion, --show-completion
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="serve")(serve.serve)
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
 app.command(name="models")(models.models)
+app.command(name="doctor")(doctor.doctor)
 app.command(name="healthcheck")(health.healthcheck)
 app.add_typer(config.app, name="config")
 app.add_typer(bench_app, name="bench")

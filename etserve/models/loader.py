@@ -35,6 +35,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """How a checkpoint is to be run."""
+
+    dtype: torch.dtype  # of weights and matrix products
+    kv_dtype: torch.dtype
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder with its weights in memory, and what the engine says of it."""
 
@@ -65,6 +74,12 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
     return Checkpoint(spec, SafetensorsSource(files.path, spec), _checked_eos(eos, spec, path))
 
 
+def choose(config: EngineConfig, checkpoint: Checkpoint) -> Choice:
+    """What the settings make of a checkpoint. Raises ConfigError for a context that it does not have."""
+    dtype = checkpoint.weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    return Choice(dtype, _kv_dtype(config, dtype), _context_length(config, checkpoint.spec))
+
+
 def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
     """Read the weights and build the decoder that `config` asks for.
 
@@ -72,13 +87,10 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
     """
     start = time.monotonic()
     checkpoint = open_checkpoint(files)
-    spec, weights = checkpoint.spec, checkpoint.weights
-    max_model_len = _context_length(config, spec)
-    dtype = weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    kv_dtype = _kv_dtype(config, dtype)
-    make_decoder, tables = _decoder_class(config), rope_tables(spec, max_model_len)
+    spec, weights, choice = checkpoint.spec, checkpoint.weights, choose(config, checkpoint)
+    make_decoder, tables = _decoder_class(config), rope_tables(spec, choice.max_model_len)
     try:
-        decoder = make_decoder(spec, weights, dtype, kv_dtype, tables)
+        decoder = make_decoder(spec, weights, choice.dtype, choice.kv_dtype, tables)
     except ValueError as error:  # shapes beyond the native kernels; torch takes all of them
         where = files.gguf or files.path / "config.json"
         raise ModelError(f"{where}: the native kernels do not take it: {error}; choose backend torch") from None
@@ -86,12 +98,12 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
         decoder=decoder,
         spec=spec,
         name=config.served_model_name or files.name,
-        dtype=_name(dtype),
-        kv_dtype=_name(kv_dtype),
+        dtype=_name(choice.dtype),
+        kv_dtype=_name(choice.kv_dtype),
         quantization=weights.quantization,
         num_parameters=weights.num_parameters,
         eos_token_ids=checkpoint.eos_token_ids,
-        max_model_len=max_model_len,
+        max_model_len=choice.max_model_len,
         load_seconds=time.monotonic() - start,
     )
 

@@ -16,7 +16,7 @@ from etserve.config import Config, EngineConfig, ServerConfig, load_config
 from etserve.errors import ConfigError, EngineUnavailableError, ModelError, OverloadedError, RequestError
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = ["serve", "generate", "chat", "models", "healthcheck", "version", "config", "bench"]
+COMMANDS = ["serve", "generate", "chat", "models", "doctor", "healthcheck", "version", "config", "bench"]
 
 
 def fault(capsys: Capture) -> str:
@@ -127,7 +127,7 @@ def test_each_fault_has_its_exit_code_and_no_traceback(
 
 
 def test_debug_shows_where_an_internal_error_came_from(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr("etserve.cli.config.as_toml", lambda config: 1 // 0)
+    monkeypatch.setattr("etserve.cli.config.as_toml", lambda *_: 1 // 0)
     assert run(["--debug", "config", "show"]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err
 
