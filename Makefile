@@ -41,6 +41,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/deptry .
+	csrc/check_symbols.sh build
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -2,4 +2,4 @@
 # etserve with the demo model. Arguments: port, model, threads.
 set -eu
 exec "${ETSERVE_PYTHON:-python3}" -m etserve serve "$2" --served-model-name demo --port "$1" --threads "$3" --max-model-len 2048 \
-  --log-level warning
+  --dtype bfloat16 --log-level warning
