@@ -23,6 +23,7 @@ export class EngineView {
     this.curve = new Curve("Step time over the last frames");
     at("step-plot").append(this.curve.node);
     this.generation = 0;
+    this.numOthers = 0;
     this.hasBlocks = false; // until a step has told
   }
 
@@ -86,9 +87,11 @@ export class EngineView {
       seen.add(key);
       let clock = this.clocks.get(key);
       if (!clock) {
-        clock = new Clock(this.nameOf(sequence.id), this.clocks.size + 1);
+        const run = this.nameOf(sequence.id);
+        clock = new Clock(run ? `Run ${run}` : `Other ${(this.numOthers += 1)}`, Boolean(run));
         this.clocks.set(key, clock);
-        at("clocks").append(clock.node);
+        if (run) at("clocks").prepend(clock.node);
+        else at("clocks").append(clock.node);
       }
       clock.show(sequence);
       if (sequence.finish_reason) this.retire(key, clock);
@@ -111,7 +114,7 @@ export class EngineView {
 }
 
 class Clock {
-  constructor(name, order) {
+  constructor(name, isOwn) {
     this.values = [];
     this.dial = new Dial();
     this.curve = new Curve("Entropy, token by token");
@@ -119,10 +122,9 @@ class Clock {
     this.facts = element("span", { class: "quiet small" });
     this.dot = element("span", { class: "dot" });
     this.count = element("span", { class: "quiet small" });
-    const label = name ? `Run ${name}` : `Sequence ${order}`;
-    const title = element("span", { class: "title" }, this.dot, label, this.count, this.tau);
+    const title = element("span", { class: "title" }, this.dot, name, this.count, this.tau);
     const text = element("div", { class: "clock-text" }, title, this.curve.node, this.facts);
-    this.node = element("li", { class: name ? "own" : "" }, this.dial.node, text);
+    this.node = element("li", { class: isOwn ? "own" : "" }, this.dial.node, text);
   }
 
   show(sequence) {
@@ -134,8 +136,8 @@ class Clock {
     const kept = sequence.kept_fraction === null ? "" : ` · kept ${percent(sequence.kept_fraction)}`;
     const end = sequence.finish_reason ? ` · ${sequence.finish_reason}` : "";
     const numbers = `H ${number(sequence.entropy_nats)} · T ${number(sequence.temperature)}`;
-    this.count.textContent = `${sequence.num_tokens} tokens`;
-    this.facts.textContent = `${numbers}${kept}${end}`;
+    this.count.textContent = `${sequence.num_tokens} tokens${end}`;
+    this.facts.textContent = `${numbers}${kept}`;
   }
 }
 
