@@ -77,7 +77,7 @@ def heat_panel(title: str, description: str, expr: str, unit: str) -> Panel:
     """How a histogram's observations are spread, over time; `expr` keeps the label le."""
     panel = heatmap.Panel().title(title).description(description).datasource(SOURCE).span(8).height(8)
     color = heatmap.HeatmapColorOptions().mode(heat.HeatmapColorMode.SCHEME).scheme("Spectral").steps(64).reverse(True)
-    panel = panel.calculate(False).color(color).cell_gap(1).show_legend().show_y_histogram()
+    panel = panel.unit(unit).calculate(False).color(color).cell_gap(1).show_legend().show_y_histogram()
     panel = panel.mode(kinds.TooltipDisplayMode.SINGLE).show_color_scale(True)
     panel = panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(kinds.AxisPlacement.LEFT))
     panel = panel.cell_values(heatmap.CellValues().unit("short").decimals(0))

@@ -1,0 +1,1 @@
+"""What watches the server: rules, dashboards, and the page that lists the metrics."""

@@ -1,0 +1,89 @@
+"""Reads dashboards and rules as they are committed, and what the code exports."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from etserve.metrics.engine_view import EngineCollector
+from etserve.metrics.names import Series
+from tests.fakes import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "configs" / "prometheus"
+GRAFANA = ROOT / "configs" / "grafana"
+BOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
+RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
+RULE_TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))
+
+# Series that dashboards and rules already name and the engine does not report yet, with what they wait for. A line goes
+# when its series comes: test_dashboards fails on lines that wait for nothing.
+WAITING_FOR = {
+    "etserve_kept_block_ratio": "skipping in the engine",
+    "etserve_skipped_mass_ratio": "skipping in the engine",
+    "etserve_blocks_skipped_total": "skipping in the engine",
+    "etserve_blocks_evicted_total": "eviction in the engine",
+    "etserve_prune_fallback_total": "skipping in the engine",
+    "etserve_temperature_saturated_total": "the thermostat in the engine",
+    "etserve_schedule_age_seconds": "entropic priority in the scheduler",
+    "etserve_starvation_forced_total": "entropic priority in the scheduler",
+    "etserve_cost_model_r2": "the cost model in the engine",
+}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """One PromQL expression and where it is asked."""
+
+    place: str
+    text: str
+
+    @property
+    def metrics(self) -> set[str]:
+        """Names of the families it reads; recorded series are looked through to what they are made of."""
+        made_of = {rule["record"]: rule["expr"] for rule in rules("record")}
+        text = self.text
+        for name in re.findall(r"instance:\w+:\w+", text):
+            text = text.replace(name, made_of[name])
+        return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\betserve_\w+", text)}
+
+
+def boards() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in BOARDS]
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """The panels that show something: rows left out."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def panel_expressions() -> Iterator[Expression]:
+    for board in boards():
+        for panel in panels(board):
+            for target in panel["targets"]:
+                yield Expression(f"{board['uid']} / {panel['title']} / {target['refId']}", target["expr"])
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    """All rules of a kind, "record" or "alert"."""
+    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in RULES]
+    return [rule for page in documents for group in page["groups"] for rule in group["rules"] if kind in rule]
+
+
+def rule_expressions() -> list[Expression]:
+    found = [Expression(rule["record"], rule["expr"]) for rule in rules("record")]
+    return found + [Expression(rule["alert"], rule["expr"]) for rule in rules("alert")]
+
+
+def exported() -> dict[str, Metric]:
+    """Every family of a server by the name that PromQL uses."""
+    registry = CollectorRegistry()
+    Series(registry)
+    registry.register(EngineCollector(FakeEngine(), compat=False))
+    return {f"{m.name}_total" if m.type == "counter" else m.name: m for m in registry.collect()}
