@@ -93,7 +93,8 @@ def test_the_health_check_of_a_server_that_is_gone_fails(capsys: Capture) -> Non
 
 
 @pytest.mark.parametrize(
-    ("typed", "wanted"), [("etserve he", "healthcheck"), ("etserve config s", "show"), ("etserve serve --max-num", "-seqs")]
+    ("typed", "wanted"),
+    [("etserve he", "healthcheck"), ("etserve config s", "show"), ("etserve serve --max-num", "-seqs")],
 )
 def test_the_shell_completes_commands_and_options(typed: str, wanted: str) -> None:
     variables = {"_ETSERVE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
@@ -105,7 +106,7 @@ def test_the_shell_completes_commands_and_options(typed: str, wanted: str) -> No
 
 
 def test_the_completion_script_can_be_printed() -> None:
-    program = "import sys; sys.argv = ['etserve', '--show-completion', 'bash']; from etserve.cli.main import main; main()"
+    program = "import sys; sys.argv = ['etserve', '--show-completion', 'bash']; import etserve.cli.main as m; m.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "_ETSERVE_COMPLETE=complete_bash" in done.stdout
