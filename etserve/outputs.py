@@ -110,7 +110,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     tau_nats: float = 0.0  # sums over the tokens of this step
     tau_up_nats: float = 0.0
     nats_resolved: float = 0.0
-    # of tokens drawn with blocks skipped only
+    # per token whose step was allowed to skip blocks
     kept_fractions: list[float] = []
     skipped_masses: list[float] = []  # estimated
     num_blocks_skipped: int = 0  # block reads spared, over layers and KV heads

@@ -50,7 +50,8 @@ class StepMeter:
             bytes_read=result.bytes_read,
             seconds=end - self._planned,
         )
-        pruned = [sampled.measured for sampled in self._sampled if sampled.measured.kept_fraction < 1.0]
+        skipping = (result.sampled.get(item.seq.seq_id) for item in plan.scheduled if item.epsilon > 0.0)
+        pruned = [sampled.measured for sampled in skipping if sampled is not None]
         return StepStats(
             step=plan.step,
             step_seconds=end - self._begin,

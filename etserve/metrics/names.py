@@ -5,6 +5,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
+from etserve.control.choice import FALLBACKS
+from etserve.control.cost_model import STEP_KINDS
+
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 REJECT_REASONS: Final = (
     "invalid",
@@ -18,6 +21,7 @@ REJECT_REASONS: Final = (
     "internal",
 )
 STEP_PHASES: Final = ("schedule", "execute")
+SATURATION_SIDES: Final = ("low", "high")
 BLOCK_STATES: Final = ("active", "cached", "free")
 
 # Inter-token times of a small model on a CPU are a few milliseconds: buckets start at 1 ms.
@@ -31,6 +35,8 @@ TOKEN_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
 ENTROPY_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12)  # ln V of 2^17: 11.8
 VARENTROPY_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)
 TEMPERATURE_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2)
+RATIO_BUCKETS: Final = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+MASS_BUCKETS: Final = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5)
 TAU_BUCKETS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000)
 
 
@@ -43,6 +49,7 @@ class Series:
         self._make_serving()
         self._make_latencies()
         self._make_entropic()
+        self._make_control()
 
     def _counter(self, name: str, help_text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, help_text, tuple(labels), registry=self._registry)
@@ -122,3 +129,35 @@ class Series:
         self.request_tau = self._histogram(
             "etserve_request_tau_nats", "Entropic time of a finished choice.", TAU_BUCKETS
         )
+
+    def _make_control(self) -> None:
+        self.kept_ratio = self._histogram(
+            "etserve_kept_block_ratio", "Share of KV blocks read in a step that may skip.", RATIO_BUCKETS
+        )
+        self.skipped_mass = self._histogram(
+            "etserve_skipped_mass_ratio", "Attention mass that the skipped blocks were estimated to hold.", MASS_BUCKETS
+        )
+        self.blocks_skipped = self._counter(
+            "etserve_blocks_skipped", "Block reads that attention was spared, over layers and KV heads."
+        )
+        self.prune_fallback = self._counter(
+            "etserve_prune_fallback", "Times that skipping stepped back, by reason.", ["reason"]
+        )
+        for reason in FALLBACKS:
+            self.prune_fallback.labels(reason)
+        self.temperature_saturated = self._counter(
+            "etserve_temperature_saturated", "Tokens at which the thermostat was clamped, by side.", ["side"]
+        )
+        for side in SATURATION_SIDES:
+            self.temperature_saturated.labels(side)
+        self.schedule_age = self._histogram(
+            "etserve_schedule_age_seconds", "Since a scheduled sequence was last served, or arrived.", REQUEST_BUCKETS
+        )
+        self.starvation_forced = self._counter(
+            "etserve_starvation_forced", "Sequences served because they were overdue."
+        )
+        self.cost_model_r2 = self._gauge(
+            "etserve_cost_model_r2", "Share of the step times' variance that the cost model explains.", ["phase"]
+        )
+        for kind in STEP_KINDS:
+            self.cost_model_r2.labels(kind)

@@ -56,6 +56,7 @@ class Metrics:
         self._blocks["cached"].set(stats.kv_blocks_cached)
         self._blocks["free"].set(stats.kv_blocks_free)
         self._observe_entropy(stats)
+        self._observe_control(stats)
 
     def _observe_entropy(self, stats: StepStats) -> None:
         series = self._series
@@ -68,6 +69,23 @@ class Metrics:
             series.varentropy.observe(value)
         for value in stats.temperatures:
             series.temperature.observe(value)
+
+    def _observe_control(self, stats: StepStats) -> None:
+        series = self._series
+        for value in stats.kept_fractions:
+            series.kept_ratio.observe(value)
+        for value in stats.skipped_masses:
+            series.skipped_mass.observe(value)
+        for value in stats.schedule_ages_seconds:
+            series.schedule_age.observe(value)
+        series.blocks_skipped.inc(stats.num_blocks_skipped)
+        for reason, count in stats.prune_fallbacks.items():
+            series.prune_fallback.labels(reason).inc(count)
+        series.temperature_saturated.labels("low").inc(stats.num_saturated_low)
+        series.temperature_saturated.labels("high").inc(stats.num_saturated_high)
+        series.starvation_forced.inc(stats.num_forced)
+        for kind, value in stats.cost_r_squared.items():
+            series.cost_model_r2.labels(kind).set(value)
 
     def first_token(self, seconds: float) -> None:
         self._series.time_to_first_token.observe(seconds)

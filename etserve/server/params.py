@@ -3,10 +3,18 @@
 import json
 from typing import Final, TypeVar
 
+import msgspec
+
 from etserve.errors import RequestError
 from etserve.outputs import ModelInfo
-from etserve.sampling_params import Grammar, SamplingParams
-from etserve.server.schemas import ChatCompletionRequest, CompletionRequest, ResponseFormat, SamplingFields
+from etserve.sampling_params import EntropicParams, Grammar, SamplingParams
+from etserve.server.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EntropicOptions,
+    ResponseFormat,
+    SamplingFields,
+)
 from etserve.server.strict_json import depth_of
 
 MAX_SCHEMA_BYTES: Final = 64 * 1024
@@ -21,6 +29,8 @@ def completion_params(body: CompletionRequest, model: ModelInfo) -> SamplingPara
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise _refusal("max_tokens", "0 scores the prompt, which takes echo=true")
+    if body.entropic and body.entropic.kv_protect:
+        raise _refusal("entropic.kv_protect", "it takes messages, whose roles say what to protect")
     return _params(
         body,
         model,
@@ -70,7 +80,33 @@ def _params(
         prompt_logprobs=prompt_logprobs,
         grammar=_grammar(body.response_format),
         trace=body.entropic.trace if body.entropic and body.entropic.trace == "tokens" else "summary",
+        entropic=_entropic(body.entropic),
         skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _entropic(wanted: EntropicOptions | None) -> EntropicParams:
+    if wanted is None:
+        return EntropicParams()
+    return EntropicParams(
+        temperature_mode=wanted.temperature_mode,
+        target_entropy_nats=wanted.target_entropy_nats,
+        pruning=wanted.pruning,
+        epsilon=wanted.epsilon,
+        kv_protect=wanted.kv_protect,
+    )
+
+
+def protects(params: SamplingParams, model: ModelInfo) -> bool:
+    """Whether the engine may want to know which tokens of a chat prompt are to be read in every step."""
+    wanted = params.entropic
+    return model.pruning_sketch_bits > 0 and wanted.pruning != "off" and wanted.kv_protect is not False
+
+
+def with_protected(params: SamplingParams, spans: list[tuple[int, int]]) -> SamplingParams:
+    """The same, with the protected spans of its prompt."""
+    return msgspec.structs.replace(
+        params, entropic=msgspec.structs.replace(params.entropic, protected_spans=tuple(spans))
     )
 
 

@@ -1,6 +1,7 @@
 """Prompts to token ids. Long texts and chat templates go to a few threads, so that no stream waits for them."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -59,6 +60,36 @@ class PromptEncoder:
         if not ids:
             raise RequestError("`messages`: the chat template makes an empty prompt of them.", param="messages")
         return ids
+
+    async def system_spans(self, messages: Sequence[Message], ids: list[int]) -> list[tuple[int, int]]:
+        """Return where in `ids`, the prompt made of `messages`, those of the system stand, as [start, end) of tokens.
+
+        A template that does not render the beginning of the conversation alone makes the whole prompt the system's.
+        """
+        plain = [_plain(message) for message in messages]
+        if all(message["role"] != "system" for message in plain):
+            return []
+        return await self._run(None, lambda: self._find_system_spans(plain, ids))
+
+    def _find_system_spans(self, plain: list[dict[str, str]], ids: list[int]) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        position = 0
+        for role, run in itertools.groupby(plain, key=lambda message: message["role"]):
+            first, position = position, position + len(list(run))
+            if role == "system":
+                try:
+                    spans.append((self._num_common(plain[:first], ids), self._num_common(plain[:position], ids)))
+                except RequestError:
+                    return [(0, len(ids))]
+        return spans
+
+    def _num_common(self, messages: list[dict[str, str]], ids: list[int]) -> int:
+        """How many tokens at the beginning of `ids` these first messages make."""
+        if not messages:
+            return 0
+        beginning = self.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+        pairs = zip(beginning, ids, strict=False)
+        return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(beginning), len(ids)))
 
     async def decode(self, token_ids: list[int]) -> str:
         """Decode ids, special tokens included. Raises RequestError for ids outside the vocabulary."""

@@ -19,7 +19,7 @@ from etserve.server.chat import ChatReply
 from etserve.server.completions import CompletionReply
 from etserve.server.edge import RequestContext
 from etserve.server.generation import Generation
-from etserve.server.params import chat_params, completion_params
+from etserve.server.params import chat_params, completion_params, protects, with_protected
 from etserve.server.parsing import read_request
 from etserve.server.record import GenerationRecord
 from etserve.server.replies import ReplyFacts
@@ -81,6 +81,8 @@ async def create_chat_completion(request: Request) -> Response:
     model = _model_for(request, body.model)
     params = chat_params(body, model.info)
     prompt = await model.encoder.chat(body.messages)
+    if protects(params, model.info):
+        params = with_protected(params, await model.encoder.system_spans(body.messages, prompt))
     facts = _facts(model, "chatcmpl", [prompt], params, body)
     return await _answer(request, body, facts, ChatReply(facts))
 

@@ -34,9 +34,7 @@ NOT_OFFERED = frozenset({
     "web_search_options",
 })
 # fmt: on
-ENTROPIC_NOT_OFFERED = frozenset(
-    {"target_entropy_nats", "temperature_mode", "pruning", "epsilon", "verify", "kv_protect"}
-)
+ENTROPIC_NOT_OFFERED = frozenset({"verify"})
 
 
 class Strict(BaseModel):
@@ -63,6 +61,13 @@ class ResponseFormat(Strict):
 
 
 class EntropicOptions(Strict):
+    """What a request wants of the control loop; null: what the server is set to."""
+
+    target_entropy_nats: Annotated[Number, Field(ge=0.0, le=20.0)] | None = None
+    temperature_mode: Literal["off", "cool", "two_sided", "edt", "mirostat"] | None = None
+    pruning: Literal["off", "on"] | None = None
+    epsilon: Annotated[Number, Field(ge=0.0, le=0.5)] | None = None
+    kv_protect: bool | None = None
     trace: Literal["none", "summary", "tokens"] = "none"
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from etserve.sampling_params import EntropicParams
 from tests.fakes import FakeEngine, fake_model_info
 from tests.server.helpers import TOKENIZER, call, complete, events
 
@@ -195,12 +196,33 @@ def test_an_option_that_is_not_offered_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["target_entropy_nats", "temperature_mode", "pruning", "epsilon", "verify", "kv_protect", "nonsense"]
+    ("name", "value"),
+    [
+        ("verify", "off"),
+        ("nonsense", 1),
+        ("temperature_mode", "fixed"),
+        ("target_entropy_nats", -0.1),
+        ("target_entropy_nats", 20.5),
+        ("pruning", True),
+        ("epsilon", 0.6),
+        ("epsilon", -0.1),
+        ("kv_protect", 1),
+        ("kv_protect", True),  # a prompt has no roles
+    ],
 )
-def test_an_entropic_option_that_has_not_landed_is_refused_by_name(name: str) -> None:
-    reply = complete(entropic={name: 1})
+def test_an_entropic_option_that_is_not_offered_or_out_of_bounds_is_refused_by_name(name: str, value: object) -> None:
+    reply = complete(entropic={name: value})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == f"entropic.{name}"
+
+
+def test_entropic_options_reach_the_engine() -> None:
+    engine = FakeEngine()
+    wanted = {"temperature_mode": "cool", "target_entropy_nats": 1.5, "pruning": "on", "epsilon": 0.2}
+    assert complete(engine, entropic={**wanted, "kv_protect": False}).status_code == 200
+    assert engine.seen[0].params.entropic == EntropicParams(**wanted, kv_protect=False)  # type: ignore[arg-type]
+    complete(engine)
+    assert engine.seen[1].params.entropic == EntropicParams()
 
 
 def test_fields_that_cannot_change_the_result_are_taken() -> None:

@@ -97,3 +97,57 @@ def test_a_template_that_makes_nothing_is_refused() -> None:
     none = Tokenizer(TOKENIZER._backend, TOKENIZER._spelling)
     with pytest.raises(RequestError, match="no chat template"):
         asyncio.run(encoder_of(none).chat(HELLO))
+
+
+def spans_of(messages: list[Message]) -> tuple[list[tuple[int, int]], list[int]]:
+    encoder = encoder_of(TOKENIZER)
+
+    async def go() -> tuple[list[tuple[int, int]], list[int]]:
+        ids = await encoder.chat(messages)
+        return await encoder.system_spans(messages, ids), ids
+
+    try:
+        return asyncio.run(go())
+    finally:
+        encoder.close()
+
+
+def test_the_tokens_of_system_messages_are_found_wherever_they_stand() -> None:
+    rules, late = "Speak in riddles only.", "Now be brief."
+    spans, ids = spans_of(
+        [
+            Message(role="system", content=rules),
+            Message(role="user", content="What runs and never walks?"),
+            Message(role="developer", content=late),
+            Message(role="user", content="Well?"),
+        ]
+    )
+    texts = [TOKENIZER.decode(ids[start:end], skip_special_tokens=False) for start, end in spans]
+    assert len(texts) == 2
+    assert rules in texts[0]
+    assert late in texts[1]
+    assert not any("never walks" in text or "Well?" in text for text in texts)
+
+
+def test_a_chat_without_system_messages_protects_nothing() -> None:
+    assert spans_of(HELLO)[0] == []
+
+
+def test_a_template_that_takes_no_beginnings_protects_the_whole_prompt() -> None:
+    class Picky(WatchedTokenizer):
+        def apply_chat_template(
+            self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        ) -> list[int]:
+            if not add_generation_prompt:
+                raise RequestError("conversations end with the user", param="messages")
+            return super().apply_chat_template(messages, add_generation_prompt)
+
+    encoder = encoder_of(Picky())
+    messages = [Message(role="system", content="rules"), *HELLO]
+
+    async def go() -> None:
+        ids = await encoder.chat(messages)
+        assert await encoder.system_spans(messages, ids) == [(0, len(ids))]
+
+    asyncio.run(go())
+    encoder.close()

@@ -58,6 +58,36 @@ def test_a_step_report_is_added_up(metrics: Metrics, registry: CollectorRegistry
     assert registry.get_sample_value("etserve_step_seconds_sum", {"phase": "execute"}) == pytest.approx(0.4)
 
 
+def test_what_the_control_loop_did_is_added_up(metrics: Metrics, registry: CollectorRegistry) -> None:
+    value = registry.get_sample_value
+    assert value("etserve_prune_fallback_total", {"reason": "watchdog"}) == 0  # there before anything happens
+    facts = {
+        "kept_fractions": [0.25, 0.5], "skipped_masses": [0.05], "num_blocks_skipped": 40, "num_saturated_low": 1,
+        "num_saturated_high": 2, "prune_fallbacks": {"watchdog": 1, "jump": 3}, "schedule_ages_seconds": [0.5, 1.5],
+        "num_forced": 1, "cost_r_squared": {"prefill": 0.5, "decode": 0.75},
+    }  # fmt: skip
+    for _ in range(2):
+        metrics.on_step(make_stats(**facts), [])
+    expected = {
+        "etserve_kept_block_ratio_count": 4,
+        "etserve_kept_block_ratio_sum": 1.5,
+        "etserve_skipped_mass_ratio_sum": 0.1,
+        "etserve_blocks_skipped_total": 80,
+        "etserve_schedule_age_seconds_sum": 4.0,
+        "etserve_starvation_forced_total": 2,
+    }
+    assert {name: value(name) for name in expected} == pytest.approx(expected)
+    labelled = {
+        ("etserve_prune_fallback_total", "reason", "jump"): 6,
+        ("etserve_prune_fallback_total", "reason", "watchdog"): 2,
+        ("etserve_temperature_saturated_total", "side", "low"): 2,
+        ("etserve_temperature_saturated_total", "side", "high"): 4,
+        ("etserve_cost_model_r2", "phase", "prefill"): 0.5,
+        ("etserve_cost_model_r2", "phase", "decode"): 0.75,
+    }
+    assert {key: value(key[0], {key[1]: key[2]}) for key in labelled} == labelled
+
+
 def test_a_report_without_a_step_moves_the_gauges_only(metrics: Metrics, registry: CollectorRegistry) -> None:
     metrics.on_step(make_stats(), [])
     nothing = {"num_prefill_tokens": 0, "num_decode_tokens": 0, "entropies": [], "kv_blocks_active": 0}
