@@ -23,6 +23,7 @@ FRAME_SECONDS: Final = 0.1  # no viewer gets frames closer together
 HEARTBEAT_SECONDS: Final = 1.0  # a frame also when no step was made
 QUEUE_FRAMES: Final = 8  # per viewer; beyond it the oldest is dropped
 MAX_VIEWERS: Final = 32
+_PRUNING_OPTIONS: Final = ("pruning", "epsilon", "kv_protect")
 _encode = msgspec.json.Encoder().encode
 router = APIRouter(redirect_slashes=False)
 
@@ -195,8 +196,9 @@ async def stream(request: Request) -> Response:
 async def describe(request: Request) -> Response:
     """What this server measures and which entropic options its requests may carry."""
     model = request.app.state.etserve.model
+    info = model.info if model else None
     return JSONResponse(
-        {"version": __version__, "model": _model(model.info) if model else None, "options": _options()},
+        {"version": __version__, "model": _model(info) if info else None, "options": _options(info)},
         headers={"cache-control": "no-store"},
     )
 
@@ -206,13 +208,17 @@ def _model(info: ModelInfo) -> dict[str, Any]:
     return {"id": info.model_name, **{name: getattr(info, name) for name in names}}
 
 
-def _options() -> dict[str, Any]:
+def _options(model: ModelInfo | None) -> dict[str, Any]:
     """Each entropic option by name, read off the schema that requests are checked against."""
     offered = EntropicOptions.model_json_schema()["properties"]
-    options: dict[str, Any] = {name: {"offered": False} for name in sorted(ENTROPIC_NOT_OFFERED)}
+    reason = "This version does not have it."
+    options: dict[str, Any] = {name: {"offered": False, "reason": reason} for name in sorted(ENTROPIC_NOT_OFFERED)}
     for name, schema in offered.items():
-        facts = {"offered": True}
+        facts: dict[str, Any] = {"offered": True}
         for part in (schema, *schema.get("anyOf", ())):
             facts |= {key: part[key] for key in ("enum", "minimum", "maximum") if key in part}
         options[name] = facts
+    if model is not None and model.pruning_sketch_bits == 0:
+        reason = "This server keeps no key sketches to skip by (--pruning-sketch-bits)."
+        options |= {name: {"offered": False, "reason": reason} for name in _PRUNING_OPTIONS if name in offered}
     return options

@@ -189,7 +189,8 @@ def test_what_the_server_does_not_offer_is_shown_disabled_with_the_reason(open_p
         assert control.is_disabled() is not offered[option]["offered"]
         if control.is_disabled():
             reason = control.get_attribute("aria-describedby")
-            assert option in page.locator(f"#{reason}").text_content()
+            assert page.locator(f"#{reason}").text_content() == offered[option]["reason"]
+    assert page.get_by_label("Meso").is_disabled()
     assert page.get_by_label("Macro").is_disabled()
 
 

@@ -12,8 +12,8 @@ import pytest
 from etserve.errors import OverloadedError
 from etserve.server.app import state_of
 from etserve.server.live import FRAME_SECONDS, HEARTBEAT_SECONDS, MAX_VIEWERS, QUEUE_FRAMES, LiveFeed, Viewer
-from etserve.server.schemas import EntropicOptions
-from tests.fakes import FakeEngine
+from etserve.server.schemas import ENTROPIC_NOT_OFFERED, EntropicOptions
+from tests.fakes import FakeEngine, fake_model_info
 from tests.server.helpers import call, live_server, wait_until
 from tests.server.test_live_state import drawn, stats_of
 
@@ -201,12 +201,21 @@ def test_the_options_are_those_that_requests_may_carry() -> None:
     told = call("GET", "/v1/entropic").json()
     assert told["model"]["id"] == "unit"
     assert told["model"]["num_kv_blocks"] == 256
-    assert {name for name, facts in told["options"].items() if facts["offered"]} == set(EntropicOptions.model_fields)
-    assert told["options"]["trace"]["enum"] == ["none", "summary", "tokens"]
-    values = {"pruning": "on", "target_entropy_nats": 2.0, "temperature_mode": "cool", "epsilon": 0.1,
-              "kv_protect": True, "verify": "lossless"}  # fmt: skip
-    for name, facts in told["options"].items():
-        if not facts["offered"]:
-            reply = call("POST", "/v1/completions", json={"prompt": "a", "entropic": {name: values[name]}})
-            assert reply.status_code == 400
-            assert reply.json()["error"]["param"] == f"entropic.{name}"
+    options = told["options"]
+    assert options["trace"] == {"offered": True, "enum": ["none", "summary", "tokens"]}
+    assert set(options["temperature_mode"]["enum"]) >= {"off", "cool", "two_sided"}
+    assert options["target_entropy_nats"] == {"offered": True, "minimum": 0.0, "maximum": 20.0}
+    assert set(options) == {*EntropicOptions.model_fields, *ENTROPIC_NOT_OFFERED}
+    for name in ENTROPIC_NOT_OFFERED:
+        assert not options[name]["offered"]
+        reply = call("POST", "/v1/completions", json={"prompt": "a", "entropic": {name: "on"}})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == f"entropic.{name}"
+
+
+@pytest.mark.parametrize("bits", [0, 2])
+def test_skipping_is_offered_where_sketches_are_kept(bits: int) -> None:
+    engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=bits))
+    pruning = call("GET", "/v1/entropic", engine=engine).json()["options"]["pruning"]
+    assert pruning["offered"] is (bits > 0)
+    assert ("sketches" in pruning.get("reason", "")) is (bits == 0)

@@ -15,6 +15,7 @@ const SWITCHES = [
   { label: "Meso: what is read", option: "pruning", values: ["off", "on"] },
   { label: "Macro: who gets the step", reason: "The whole server has one order; a request cannot choose it." },
 ];
+const UNKNOWN = "The server has not said that it takes this.";
 
 let numControls = 0;
 
@@ -33,7 +34,7 @@ export class Controls {
     const switches = SWITCHES.map((one) => this.toggle(one, options[one.option]));
     const target = options[TARGET.name];
     const field = this.number({ ...TARGET, min: target?.minimum ?? TARGET.min, max: target?.maximum ?? TARGET.max });
-    if (!target?.offered) this.refuse(field, this.inputs.get(TARGET.name), reasonFor(TARGET.name));
+    if (!target?.offered) this.refuse(field, this.inputs.get(TARGET.name), target?.reason ?? UNKNOWN);
     this.entropic.replaceChildren(...switches, field);
   }
 
@@ -51,7 +52,7 @@ export class Controls {
     const select = element("select", { id }, ...choices.map(([value, text]) => element("option", { value }, text)));
     const field = element("div", { class: "field" }, element("label", { for: id }, label), select);
     if (option) this.inputs.set(option, select);
-    if (!offer?.offered) this.refuse(field, select, reason ?? reasonFor(option));
+    if (!offer?.offered) this.refuse(field, select, reason ?? offer?.reason ?? UNKNOWN);
     return field;
   }
 
@@ -85,5 +86,3 @@ export class Controls {
     return chosen;
   }
 }
-
-const reasonFor = (option) => `This server does not take ${option}.`;
