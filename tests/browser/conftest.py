@@ -11,7 +11,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 30_000  # generous: the machine may be busy
 
 
-@pytest.fixture(scope="session")
+# Not for the session: while Playwright runs, the main thread has an event loop, and no other test could start one.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
