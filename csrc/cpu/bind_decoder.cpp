@@ -18,14 +18,16 @@ const float* floats(uintptr_t address) { return reinterpret_cast<const float*>(a
 
 void forward(Decoder& decoder, const Int32<1>& token_ids, const Int32<1>& positions, const Int32<1>& query_start,
              const Int32<1>& context_lens, const Int32<2>& block_tables, const Int32<1>& logit_rows, uintptr_t kv,
-             int64_t num_blocks, uintptr_t hidden) {
+             int64_t num_blocks, uintptr_t hidden, uintptr_t sketches, int sketch_bits, uintptr_t signs,
+             const StepSelection* selection, uintptr_t block_mass) {
   const size_t seqs = context_lens.shape(0);
   if (positions.shape(0) != token_ids.shape(0) || query_start.shape(0) != seqs + 1 || block_tables.shape(0) != seqs)
     throw std::invalid_argument("the step's arrays do not fit together");
   const Step step{token_ids.data(), positions.data(), query_start.data(), context_lens.data(), block_tables.data(),
                   logit_rows.data(), static_cast<int64_t>(token_ids.shape(0)), static_cast<int64_t>(seqs),
                   static_cast<int64_t>(block_tables.shape(1)), static_cast<int64_t>(logit_rows.shape(0)),
-                  reinterpret_cast<void*>(kv), num_blocks};
+                  reinterpret_cast<void*>(kv), num_blocks, reinterpret_cast<void*>(sketches), sketch_bits,
+                  floats(signs), selection, reinterpret_cast<float*>(block_mass)};
   nb::gil_scoped_release nogil;
   decoder.forward(step, reinterpret_cast<float*>(hidden));
 }
@@ -66,7 +68,8 @@ void bind_decoder(nb::module_& m) {
       .def("forward", &forward, nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("query_start").noconvert(), nb::arg("context_lens").noconvert(),
            nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(), nb::arg("kv"), nb::arg("num_blocks"),
-           nb::arg("hidden"))
+           nb::arg("hidden"), nb::arg("sketches") = 0, nb::arg("sketch_bits") = 0, nb::arg("signs") = 0,
+           nb::arg("selection").none() = nb::none(), nb::arg("block_mass") = 0)
       .def("logits",
            [](Decoder& decoder, uintptr_t hidden, int64_t rows, uintptr_t out) {
              decoder.logits(floats(hidden), rows, reinterpret_cast<float*>(out));

@@ -31,16 +31,25 @@ void* scratch(int64_t bytes) {
 
 void paged_attention(uintptr_t q, uintptr_t out, int out_type, uintptr_t kv, int kv_type, int num_tokens, int num_seqs,
                      uintptr_t query_start, uintptr_t context_lens, uintptr_t block_tables, int max_blocks,
-                     int num_heads, int num_kv_heads, int head_dim, float scale, int window, uintptr_t block_mass) {
+                     int num_heads, int num_kv_heads, int head_dim, float scale, int window, uintptr_t block_mass,
+                     const SelectionArgs* selection) {
   AttentionArgs args{at<const float>(q), at<void>(out), DType(out_type), at<const void>(kv), DType(kv_type), num_seqs,
                      at<const int32_t>(query_start), at<const int32_t>(context_lens), at<const int32_t>(block_tables),
-                     max_blocks, num_heads, num_kv_heads, head_dim, scale, window, at<float>(block_mass), nullptr};
+                     max_blocks, num_heads, num_kv_heads, head_dim, scale, window, at<float>(block_mass), nullptr, nullptr};
   nb::gil_scoped_release nogil;
   Pool& pool = global_pool();
   int32_t longest = 0;
   for (int b = 0; b < num_seqs; ++b) longest = args.context_lens[b] > longest ? args.context_lens[b] : longest;
   const int64_t floats = attention_scratch_floats(num_tokens, num_seqs, longest, num_heads, head_dim, pool.size());
-  args.scratch = static_cast<float*>(scratch(floats * static_cast<int64_t>(sizeof(float))));
+  SelectionArgs chosen{};
+  int64_t more = 0;
+  if (selection) {
+    chosen = *selection;
+    args.selection = &chosen;
+    more = selection_scratch_floats(num_seqs, longest, num_heads, num_kv_heads, pool.size());
+  }
+  args.scratch = static_cast<float*>(scratch((floats + more) * static_cast<int64_t>(sizeof(float))));
+  chosen.scratch = args.scratch + floats;
   pool.run([&](Team& team) { kernels().attention(args, team); });
 }
 
@@ -70,8 +79,11 @@ void sample(uintptr_t logits, int64_t rows, int64_t vocab, int64_t stride, uintp
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.def("paged_attention", &paged_attention, "q out out_type kv kv_type num_tokens num_seqs query_start context_lens "
-        "block_tables max_blocks num_heads num_kv_heads head_dim scale window block_mass; types: 0 f32, 1 bf16");
+  m.def("paged_attention", &paged_attention, nb::arg("q"), nb::arg("out"), nb::arg("out_type"), nb::arg("kv"),
+        nb::arg("kv_type"), nb::arg("num_tokens"), nb::arg("num_seqs"), nb::arg("query_start"),
+        nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("max_blocks"), nb::arg("num_heads"),
+        nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("block_mass"),
+        nb::arg("selection").none(), "types: 0 f32, 1 bf16");
   m.def("row_pass", &row_pass, "logits rows vocab stride k log_sum_exp entropy varentropy argmax nonfinite top_values top_ids");
   m.def("sample", &sample, "logits rows vocab stride temperature top_k top_p min_p uniform token_ids sampled_entropy");
 }

@@ -89,6 +89,7 @@ void Decoder::check(const Step& step) const {
     require(step.logit_rows[r] >= 0 && step.logit_rows[r] < step.num_tokens &&
                 (r == 0 || step.logit_rows[r] > step.logit_rows[r - 1]),
             "logit_rows must ascend within the step");
+  check_selection(step);
 }
 
 void Decoder::reserve(const Step& step, int team_size) {
@@ -107,6 +108,7 @@ void Decoder::reserve(const Step& step, int team_size) {
   const int32_t context = *std::max_element(step.context_lens, step.context_lens + step.num_seqs);
   scratch_.reserve(4 * attention_scratch_floats(tokens, static_cast<int>(step.num_seqs), context, s.num_heads,
                                                 s.head_dim, team_size));
+  reserve_selection(step, context, team_size);
   int64_t* slots = slots_.as<int64_t>();
   for (int64_t b = 0; b < step.num_seqs; ++b)
     for (int32_t t = step.query_start[b]; t < step.query_start[b + 1]; ++t) {
@@ -150,41 +152,6 @@ void Decoder::norm(const float* x, const float* weight, int64_t rows, Team& team
   team.barrier();
 }
 
-// From the residual stream to the heads' outputs (attended_), with the KV write on the way.
-void Decoder::attend(const LayerWeights& layer, const Step& step, char* kv, bool wants_output, Team& team) const {
-  const DecoderShape& s = shape_;
-  const int64_t tokens = step.num_tokens;
-  norm(residual_.as<float>(), layer.input_norm, tokens, team);
-  decoder_kernels().matmul(
-      {normed_.as<void>(), tokens, hidden_stride_, layer.qkv, Epilogue::store, qkv_.as<void>(), layer.qkv.n}, team);
-  team.barrier();
-  decoder_kernels().rope_and_write({qkv_.as<float>(), tokens, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim,
-                                    cos_, sin_, step.positions, slots_.as<int64_t>(), layer.q_norm, layer.k_norm, s.eps,
-                                    q_.as<float>(), kv, s.kv_type},
-                                   team);
-  team.barrier();
-  if (!wants_output) return;
-  AttentionArgs args{};
-  args.q = q_.as<float>();
-  args.out = attended_.as<void>();
-  args.out_type = head_.activation();
-  args.kv = kv;
-  args.kv_type = s.kv_type;
-  args.num_seqs = static_cast<int>(step.num_seqs);
-  args.query_start = step.query_start;
-  args.context_lens = step.context_lens;
-  args.block_tables = step.block_tables;
-  args.max_blocks = static_cast<int>(step.max_blocks);
-  args.num_heads = s.num_heads;
-  args.num_kv_heads = s.num_kv_heads;
-  args.head_dim = s.head_dim;
-  args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(s.head_dim));
-  args.window = s.window;
-  args.scratch = scratch_.as<float>();
-  kernels().attention(args, team);
-  team.barrier();
-}
-
 void Decoder::feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const {
   norm(residual, layer.post_norm, rows, team);
   decoder_kernels().matmul(
@@ -198,12 +165,9 @@ void Decoder::feed_forward(const LayerWeights& layer, float* residual, int64_t r
 
 void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
   const DecoderShape& s = shape_;
-  const int64_t kv_bytes =
-      step.num_blocks * 2 * s.num_kv_heads * kBlockSize * s.head_dim * (s.kv_type == DType::bf16 ? 2 : 4);
   embed(step, team);
-  char* kv = static_cast<char*>(step.kv);
-  for (size_t i = 0; i + 1 < layers_.size(); ++i, kv += kv_bytes) {
-    attend(layers_[i], step, kv, true, team);
+  for (size_t i = 0; i + 1 < layers_.size(); ++i) {
+    attend(static_cast<int>(i), step, true, team);
     decoder_kernels().matmul({attended_.as<void>(), step.num_tokens, attention_size(), layers_[i].o, Epilogue::add,
                               residual_.as<void>(), s.hidden},
                              team);
@@ -212,7 +176,7 @@ void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
   }
   // Behind the last KV write only the rows whose logits are wanted matter.
   const LayerWeights& last = layers_.back();
-  attend(last, step, kv, step.num_rows > 0, team);
+  attend(static_cast<int>(layers_.size()) - 1, step, step.num_rows > 0, team);
   const int64_t rows = step.num_rows, row_bytes = attention_size() * activation_bytes();
   if (rows == 0) return;
   int64_t begin, end;

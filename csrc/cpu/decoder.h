@@ -25,6 +25,15 @@ struct DecoderShape {
   DType kv_type;
 };
 
+// Which blocks the step's decode rows read; null pointers where a count is not wanted. Sums over layers and KV heads.
+struct StepSelection {
+  SelectionRule rule;
+  const float* epsilon;         // [num_seqs]
+  const uint8_t* is_protected;  // null, or [num_seqs][max_blocks]
+  int64_t* read_blocks;         // [num_seqs]
+  float* missing;               // [num_seqs]: mean over KV heads and the layers that may skip
+};
+
 // Pointers into the caller's arrays; the meaning is that of StepBatch (etserve/attention/batch.py).
 struct Step {
   const int32_t* token_ids;     // [num_tokens]
@@ -36,6 +45,11 @@ struct Step {
   int64_t num_tokens, num_seqs, max_blocks, num_rows;
   void* kv;  // [layer][num_blocks][2][num_kv_heads][16 * head_dim]
   int64_t num_blocks;
+  void* sketches;  // null: none are kept; or [layer][num_blocks][num_kv_heads][sketch_bytes(head_dim, sketch_bits)]
+  int sketch_bits;
+  const float* signs;              // [head_dim]
+  const StepSelection* selection;  // null: everything is read
+  float* block_mass;  // null, or [num_seqs][max_blocks]: largest exact softmax mass over layers and heads, of last rows
 };
 
 // Memory that grows, aligned to cache lines. New memory is zero: the padding of rows relies on it.
@@ -76,7 +90,14 @@ class Decoder {
   void reserve(const Step& step, int team_size);
   void embed(const Step& step, Team& team) const;
   void run_layers(const Step& step, float* hidden, Team& team) const;
-  void attend(const LayerWeights& layer, const Step& step, char* kv, bool wants_output, Team& team) const;
+  void attend(int layer, const Step& step, bool wants_output, Team& team) const;
+  void write_sketches(const Step& step, const char* kv, char* sketches, Team& team) const;
+  void call_attention(int layer, const Step& step, const char* kv, const char* sketches, Team& team) const;
+  void count_blocks(int layer, const Step& step, bool selects, Team& team) const;
+  void merge_masses(int layer, const Step& step, Team& team) const;
+  void check_selection(const Step& step) const;
+  void reserve_selection(const Step& step, int32_t longest, int team_size);
+  SelectionArgs selection_args(int layer, const Step& step, const char* sketches) const;
   void feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const;
   void norm(const float* x, const float* weight, int64_t rows, Team& team) const;
   int64_t attention_size() const { return int64_t{shape_.num_heads} * shape_.head_dim; }
@@ -94,6 +115,8 @@ class Decoder {
   Buffer residual_, normed_, qkv_, q_, attended_, mlp_, slots_, scratch_;
   Buffer row_residual_, row_attended_;  // the rows whose logits are wanted, in the last layer
   Buffer rounded_;
+  Buffer selection_scratch_, num_kept_, missing_, block_mass_;
+  std::vector<int32_t> filled_;  // blocks whose last token is this step's: their sketches are due
 };
 
 }  // namespace etserve::cpu

@@ -8,9 +8,9 @@
 #endif
 
 #if defined(ETSERVE_HAS_ROWS)
-#define ETSERVE_ROW_KERNELS(isa) &isa::attention, &isa::row_pass, &isa::sample
+#define ETSERVE_ROW_KERNELS(isa) &isa::attention, &isa::row_pass, &isa::sample, &isa::write_sketches
 #else
-#define ETSERVE_ROW_KERNELS(isa) nullptr, nullptr, nullptr
+#define ETSERVE_ROW_KERNELS(isa) nullptr, nullptr, nullptr, nullptr
 #endif
 
 #define ETSERVE_DECLARE(isa)                        \
@@ -18,6 +18,7 @@
   void attention(const AttentionArgs&, Team&);      \
   void row_pass(const RowPassArgs&, Team&);         \
   void sample(const SampleArgs&, Team&);            \
+  void write_sketches(const SketchArgs&, Team&);    \
   void matmul(const MatmulArgs&, Team&);            \
   void rms_norm(const NormArgs&, Team&);            \
   void rope_and_write(const RopeArgs&, Team&);      \

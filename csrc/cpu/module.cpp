@@ -13,6 +13,7 @@ void bind_matrix(nb::module_& m);
 void bind_decoder(nb::module_& m);
 #if defined(ETSERVE_HAS_ROWS)
 void bind_rows(nb::module_& m);
+void bind_selection(nb::module_& m);
 #endif
 
 NB_MODULE(_cpu, m) {
@@ -27,6 +28,7 @@ NB_MODULE(_cpu, m) {
   bind_matrix(m);
   bind_decoder(m);
 #if defined(ETSERVE_HAS_ROWS)
+  bind_selection(m);
   bind_rows(m);
 #endif
 }

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from etserve.kernels.selection import BlockSelection
+
 Int32 = NDArray[np.int32]
 
 
@@ -23,3 +25,5 @@ class StepBatch:
     context_lens: Int32  # [B], this step's tokens included
     block_tables: Int32  # [B, max_blocks], padded with 0 (block 0 is the null block: never allocated)
     logit_rows: Int32  # [R], tokens whose final hidden state is wanted, ascending
+    selection: BlockSelection | None = None  # None: every token reads all of its context
+    wants_block_mass: bool = False  # measure AttentionCounts.block_mass

@@ -32,7 +32,9 @@ class NativeAttention:
         write_kv(cache.layers[layer], keys, values, slots)
 
     def attend(self, cache: PagedKV, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """See AttentionBackend.attend."""
+        """See AttentionBackend.attend. Raises ValueError for a selection: it keeps no sketches."""
+        if batch.selection is not None:
+            raise ValueError("this backend skips nothing: kernels.selective_attention does")
         out, _ = paged_attention(
             q.float().contiguous(),
             cache.layers[layer],

@@ -34,7 +34,7 @@ def paged_attention(
     summed by block. With a bf16 cache and AVX-512, q and the weights are rounded to bf16 before the products.
     Raises ValueError unless everything has the stated dtype and shape and stays in range.
     """
-    _check_tensors(q, kv, out_dtype)
+    check_tensors(q, kv, out_dtype)
     check_batch(query_start, context_lens, block_tables, q.shape[0], kv.shape[0])
     if window < 0:
         raise ValueError(f"window must be >= 0, got {window}")
@@ -47,11 +47,12 @@ def paged_attention(
             *(q.data_ptr(), out.data_ptr(), native.DTYPE_CODES[out_dtype], kv.data_ptr(), native.DTYPE_CODES[kv.dtype]),
             *(num_tokens, num_seqs, query_start.ctypes.data, context_lens.ctypes.data, block_tables.ctypes.data),
             *(max_blocks, num_heads, kv.shape[2], head_dim, scale, window, 0 if mass is None else mass.data_ptr()),
+            None,
         )
     return out, mass
 
 
-def _check_tensors(q: torch.Tensor, kv: torch.Tensor, out_dtype: torch.dtype) -> None:
+def check_tensors(q: torch.Tensor, kv: torch.Tensor, out_dtype: torch.dtype) -> None:
     if q.dtype != torch.float32 or q.ndim != 3 or q.device.type != "cpu" or not q.is_contiguous():
         raise ValueError(f"q must be contiguous float32 [T, H, D] on the CPU, got {q.dtype} {list(q.shape)} {q.device}")
     if kv.dtype not in (torch.float32, torch.bfloat16) or kv.device.type != "cpu" or not kv.is_contiguous():

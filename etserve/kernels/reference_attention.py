@@ -65,10 +65,16 @@ def gather_kv(cache: torch.Tensor, block_table: Int32, length: int) -> tuple[tor
 
 
 def masked_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int = 0
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    skipped: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of the last n of L positions: q [n, H, D], keys and values [L, Hkv, D].
 
+    `skipped`: bool [Hkv, L], positions that the heads of a KV head do not see.
     Returns the output [n, H, D] and the softmax weights [n, H, L], in q's dtype.
     """
     n, num_heads, head_dim = q.shape
@@ -80,7 +86,10 @@ def masked_attention(
     hidden = position > own
     if window > 0:
         hidden = hidden | (position <= own - window)
-    weights = scores.masked_fill(hidden[:, None, None, :], float("-inf")).softmax(-1)
+    unseen = hidden[:, None, None, :]
+    if skipped is not None:
+        unseen = unseen | skipped[None, :, None, :]
+    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
     out = torch.einsum("nkgl,lkd->nkgd", weights, values)
     return out.reshape(n, num_heads, head_dim), weights.reshape(n, num_heads, length)
 

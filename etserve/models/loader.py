@@ -1,9 +1,9 @@
 """From files to a decoder that can run. Knows which backend to take; everything about formats is below it."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -90,7 +90,9 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
     spec, weights, choice = checkpoint.spec, checkpoint.weights, choose(config, checkpoint)
     make_decoder, tables = _decoder_class(config), rope_tables(spec, choice.max_model_len)
     try:
-        decoder = make_decoder(spec, weights, choice.dtype, choice.kv_dtype, tables)
+        decoder = make_decoder(
+            spec, weights, choice.dtype, choice.kv_dtype, tables, sketch_bits=_sketch_bits(config, spec)
+        )
     except ValueError as error:  # shapes beyond the native kernels; torch takes all of them
         where = files.gguf or files.path / "config.json"
         raise ModelError(f"{where}: the native kernels do not take it: {error}; choose backend torch") from None
@@ -112,9 +114,26 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 MAX_CONTEXT = 1 << 20  # tokens; tables are made for the whole context
 
 
-def _decoder_class(
-    config: EngineConfig,
-) -> Callable[[DecoderSpec, WeightSource, torch.dtype, torch.dtype, Tables], Decoder]:
+def _sketch_bits(config: EngineConfig, spec: DecoderSpec) -> int:
+    if config.pruning_sketch_bits and spec.sliding_window:
+        raise ConfigError("pruning_sketch_bits: nothing can be skipped in a model with a sliding window")
+    return config.pruning_sketch_bits
+
+
+class _MakeDecoder(Protocol):
+    def __call__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        rope_tables: Tables,
+        *,
+        sketch_bits: int,
+    ) -> Decoder: ...
+
+
+def _decoder_class(config: EngineConfig) -> _MakeDecoder:
     """auto: the native decoder where csrc is built."""
     if config.backend == "torch":
         return TorchDecoder

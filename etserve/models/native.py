@@ -3,10 +3,12 @@
 Importing this raises ImportError where csrc is not built. No output depends on its batch mates, bit for bit.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from etserve.attention.batch import StepBatch
@@ -14,6 +16,8 @@ from etserve.config import BLOCK_SIZE
 from etserve.kernels import native
 from etserve.kernels.matrix import PackedMatrix, packed_bytes
 from etserve.kernels.memory import Arena, aligned, zeros
+from etserve.kernels.selection import AttentionCounts
+from etserve.kernels.sketch import native_rule, sketch_bytes, sketch_signs
 from etserve.models.types import DecoderSpec, KVCache
 from etserve.models.weights import WeightSource
 
@@ -27,6 +31,7 @@ class NativeKV:
     tensor: torch.Tensor
     num_blocks: int
     num_bytes: int
+    sketches: torch.Tensor | None = None  # uint8 [layer, block, KV head, sketch_bytes]
 
 
 class NativeDecoder:
@@ -39,17 +44,23 @@ class NativeDecoder:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         rope_tables: tuple[torch.Tensor, torch.Tensor],
+        sketch_bits: int = 0,
     ) -> None:
         """`dtype` of the weights: bfloat16, float16 or float32; `kv_dtype`: bfloat16 or float32.
 
-        `rope_tables`: cos and sin, f32 [max_len, rotary_dim / 2]. Raises ModelError as the weights are read, ValueError
+        `rope_tables`: cos and sin, f32 [max_len, rotary_dim / 2]. `sketch_bits`: per dimension of each key's sketch,
+        1 or 2; 0: no sketches, and only the placebos can skip. Raises ModelError as the weights are read, ValueError
         for shapes that the kernels do not take.
         """
         if kv_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"the KV cache is bfloat16 or float32, not {kv_dtype}")
         self.spec = spec
         self.backend = native.backend_name()
+        self.attention_counts: AttentionCounts | None = None
         self._kv_dtype = kv_dtype
+        self._sketch_bits = sketch_bits
+        self._sketch_bytes = sketch_bytes(spec.head_dim, sketch_bits) if sketch_bits else 0  # a block and KV head
+        self._signs = sketch_signs(spec.head_dim)
         self._tables = tuple(table.to(torch.float32).contiguous() for table in rope_tables)
         self._weights = _PackedWeights(spec, weights, dtype)
         self.weight_bytes = self._weights.num_bytes
@@ -67,17 +78,23 @@ class NativeDecoder:
 
     def kv_bytes_per_block(self) -> int:
         spec = self.spec
-        return spec.num_layers * 2 * spec.num_kv_heads * BLOCK_SIZE * spec.head_dim * self._kv_dtype.itemsize
+        keys_and_values = 2 * BLOCK_SIZE * spec.head_dim * self._kv_dtype.itemsize
+        return spec.num_layers * spec.num_kv_heads * (keys_and_values + self._sketch_bytes)
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
-        spec, num_bytes = self.spec, num_blocks * self.kv_bytes_per_block()
+        spec = self.spec
+        heads = (spec.num_layers, num_blocks, spec.num_kv_heads)
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, BLOCK_SIZE * spec.head_dim)
-        return NativeKV(zeros(num_bytes).view(self._kv_dtype).view(shape), num_blocks, num_bytes)
+        cache = zeros(math.prod(shape) * self._kv_dtype.itemsize).view(self._kv_dtype).view(shape)
+        size = self._sketch_bytes
+        sketches = zeros(math.prod(heads) * size).view(*heads, size) if size else None
+        return NativeKV(cache, num_blocks, num_blocks * self.kv_bytes_per_block(), sketches)
 
     def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """See Decoder.forward. Raises ValueError, before anything is written, if the batch points out of range."""
         if not isinstance(cache, NativeKV):
             raise TypeError("the cache is another decoder's")
+        counts = _empty_counts(self.spec, batch)
         hidden = torch.empty(len(batch.logit_rows), self.spec.hidden_size)
         self._decoder.forward(
             batch.token_ids,
@@ -89,7 +106,13 @@ class NativeDecoder:
             cache.tensor.data_ptr(),
             cache.num_blocks,
             hidden.data_ptr(),
+            sketches=0 if cache.sketches is None else cache.sketches.data_ptr(),
+            sketch_bits=self._sketch_bits,
+            signs=self._signs.data_ptr(),
+            selection=_native_selection(batch, counts),
+            block_mass=0 if counts is None or counts.block_mass is None else counts.block_mass.ctypes.data,
         )
+        self.attention_counts = counts
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -116,6 +139,30 @@ class NativeDecoder:
             eps=spec.rms_norm_eps,
             kv_type=native.DTYPE_CODES[self._kv_dtype],
         )
+
+
+def _empty_counts(spec: DecoderSpec, batch: StepBatch) -> AttentionCounts | None:
+    """Counts of a dense step, to be overwritten; None if nobody wants any."""
+    if batch.selection is None and not batch.wants_block_mass:
+        return None
+    blocks = -(-batch.context_lens.astype(np.int64) // BLOCK_SIZE) * spec.num_layers * spec.num_kv_heads
+    mass = np.zeros(batch.block_tables.shape, np.float32) if batch.wants_block_mass else None
+    return AttentionCounts(blocks.copy(), blocks, np.zeros(len(blocks), np.float32), mass)
+
+
+def _native_selection(batch: StepBatch, counts: AttentionCounts | None) -> Any:
+    """The step's selection; it points into `batch` and `counts`. Raises ValueError if its arrays do not fit."""
+    selection = batch.selection
+    if selection is None or counts is None:
+        return None
+    selection.check(*batch.block_tables.shape)
+    return _cpu.StepSelection(
+        rule=native_rule(selection.rule),
+        epsilon=selection.epsilon.ctypes.data,
+        is_protected=0 if selection.protected is None else selection.protected.ctypes.data,
+        read_blocks=counts.read_blocks.ctypes.data,
+        missing=counts.missing_mass.ctypes.data,
+    )
 
 
 class _PackedWeights:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from etserve.attention.batch import StepBatch
+from etserve.kernels.selection import AttentionCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,10 @@ class Decoder(Protocol):
     spec: DecoderSpec
     backend: str  # said in the log and in ModelInfo
     weight_bytes: int  # read once per step
+    attention_counts: AttentionCounts | None  # of the last forward, if its batch had a selection or wanted masses
 
-    def kv_bytes_per_block(self) -> int: ...
+    def kv_bytes_per_block(self) -> int:
+        """Of all layers, key sketches included where they are kept."""
 
     def allocate_cache(self, num_blocks: int) -> KVCache: ...
 

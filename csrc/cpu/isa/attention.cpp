@@ -4,7 +4,9 @@
 // with a running maximum, the partitions folded together in ascending order: always so, whatever else is in the batch.
 // Positions that a row must not see have weight 0, and adding 0 changes nothing; so a row's bits do not depend on the
 // rows that share its tile.
+// Where a selection skips blocks, a row's kept blocks stand in for its sequence: the same reduction over a shorter list.
 #include "attention_worker.h"
+#include "selection.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
@@ -15,8 +17,9 @@ bool is_split(int num_tokens, int context) { return num_tokens <= kMaxSplitToken
 template <class Dot>
 class Schedule {
  public:
-  Schedule(const AttentionArgs& args, Team& team, const AttentionScratch& plan, float* scratch)
-      : a_(args), team_(team), group_(args.num_heads / args.num_kv_heads), plan_(plan),
+  Schedule(const AttentionArgs& args, Team& team, const AttentionScratch& plan, float* scratch,
+           const Selection<Dot>* selection)
+      : a_(args), team_(team), selection_(selection), group_(args.num_heads / args.num_kv_heads), plan_(plan),
         partials_(scratch + team.size() * plan.per_thread + plan.tile_maxima),
         worker_(args, plan, scratch + team.rank() * plan.per_thread, scratch + team.size() * plan.per_thread) {}
 
@@ -48,9 +51,17 @@ class Schedule {
   float* head_partials(int b, int kv_head, float* of_sequence) const {
     return of_sequence + kv_head * (partial_floats(b) / a_.num_kv_heads);
   }
-  Job job(int b, int kv_head, int tile) const {
+  ReadList list(int b, int kv_head) const {
+    if (selection_) return selection_->list(b, kv_head);
+    return {a_.block_tables + static_cast<int64_t>(b) * a_.max_blocks, nullptr, context(b)};
+  }
+  Job job(int b, int kv_head, int row, int rows) const {
+    const ReadList read = list(b, kv_head);
+    return {b, kv_head, tokens(b), row, rows, read.context, read.table, read.kept};
+  }
+  Job tile_job(int b, int kv_head, int tile) const {
     const int row = tile * kTileRows;
-    return {b, kv_head, tokens(b), context(b), row, smaller(kTileRows, tokens(b) * group_ - row)};
+    return job(b, kv_head, row, smaller(kTileRows, tokens(b) * group_ - row));
   }
 
   void run_whole(int b, int64_t* item, int64_t* first) {
@@ -58,7 +69,7 @@ class Schedule {
     const int64_t count = static_cast<int64_t>(tiles) * a_.num_kv_heads;
     for (; *item < *first + count; *item = team_.next()) {
       const int at = static_cast<int>(*item - *first);
-      worker_.run_whole(job(b, at % a_.num_kv_heads, tiles - 1 - at / a_.num_kv_heads));
+      worker_.run_whole(tile_job(b, at % a_.num_kv_heads, tiles - 1 - at / a_.num_kv_heads));
     }
     *first += count;
   }
@@ -69,8 +80,9 @@ class Schedule {
     for (; *item < *first + count; *item = team_.next()) {
       const int at = static_cast<int>(*item - *first);
       const int kv_head = at % a_.num_kv_heads, rest = at / a_.num_kv_heads;
-      const Job part = job(b, kv_head, rest % tiles);
-      worker_.run_split(part, rest / tiles, partitions(b), head_partials(b, kv_head, to));
+      const Job part = tile_job(b, kv_head, rest % tiles);
+      if (rest / tiles * kPartitionTokens < part.context)
+        worker_.run_split(part, rest / tiles, partitions(b), head_partials(b, kv_head, to));
     }
     *first += count;
   }
@@ -83,7 +95,7 @@ class Schedule {
       for (; item < first + a_.num_kv_heads; item = team_.next()) {
         const int kv_head = static_cast<int>(item - first);
         for (int row = 0; row < tokens(b) * group_; ++row)
-          worker_.finish_split({b, kv_head, tokens(b), context(b), row, 1}, partitions(b), head_partials(b, kv_head, from));
+          worker_.finish_split(job(b, kv_head, row, 1), partitions(b), head_partials(b, kv_head, from));
       }
       first += a_.num_kv_heads;
       from += partial_floats(b);
@@ -92,11 +104,22 @@ class Schedule {
 
   const AttentionArgs& a_;
   Team& team_;
+  const Selection<Dot>* selection_;  // null: everything is read
   const int group_;
   const AttentionScratch& plan_;
   float* partials_;
   Worker<Dot> worker_;
 };
+
+template <class Dot>
+void attend(const AttentionArgs& args, Team& team, int64_t longest) {
+  const AttentionScratch plan(args.num_seqs, longest, args.num_heads, args.head_dim);
+  float* scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(args.scratch) + 63) & ~uintptr_t{63});
+  if (!args.selection) return Schedule<Dot>(args, team, plan, scratch, nullptr).run();
+  Selection<Dot> selection(args, team, longest);
+  selection.run();
+  Schedule<Dot>(args, team, plan, scratch, &selection).run();
+}
 
 }  // namespace
 
@@ -104,12 +127,7 @@ class Schedule {
 void attention(const AttentionArgs& args, Team& team) {
   int64_t longest = 0;
   for (int b = 0; b < args.num_seqs; ++b) longest = larger<int64_t>(longest, args.context_lens[b]);
-  const AttentionScratch plan(args.num_seqs, longest, args.num_heads, args.head_dim);
-  float* scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(args.scratch) + 63) & ~uintptr_t{63});
-  if (args.kv_type == DType::bf16)
-    Schedule<Bf16Dot>(args, team, plan, scratch).run();
-  else
-    Schedule<F32Dot>(args, team, plan, scratch).run();
+  args.kv_type == DType::bf16 ? attend<Bf16Dot>(args, team, longest) : attend<F32Dot>(args, team, longest);
 }
 
 }  // namespace etserve::cpu::ETSERVE_ISA

@@ -11,8 +11,11 @@ namespace {
 // Rows [row, row + rows) of one sequence and KV head; row i is token i / group of this step and head i % group.
 struct Job {
   int seq, kv_head;
-  int num_tokens, context;
+  int num_tokens;
   int row, rows;
+  int context;           // positions in the table's blocks
+  const int32_t* table;  // blocks to read, ascending in the sequence
+  const int32_t* kept;   // null: they are all of its blocks; else their places in the sequence
 };
 
 template <class Dot>
@@ -128,7 +131,7 @@ class Worker {
   int find_blocks(const Job& job, int tile, int last_position, int half, Words* found) const {
     const int first = tile * kTileBlocks;
     const int count = smaller(kTileBlocks, last_position / kBlockSize + 1 - first);
-    const int32_t* table = a_.block_tables + static_cast<int64_t>(job.seq) * a_.max_blocks + first;
+    const int32_t* table = job.table + first;
     for (int b = 0; b < kTileBlocks; ++b) {
       const int64_t block = table[smaller(b, count - 1)];
       found[b] = static_cast<Words>(a_.kv) + ((block * 2 + half) * a_.num_kv_heads + job.kv_head) * head_words_;
@@ -252,6 +255,11 @@ class Worker {
     for (int b = 0; b < a_.max_blocks; ++b) {
       const bool seen = b >= first && b < end;
       mass[b] = seen ? mass[b] * exp_negative(shifts[b / kTileBlocks] - maximum) * inverse : 0.0f;
+    }
+    for (int i = job.kept ? end - 1 : -1; i >= 0; --i) {  // from the last: places never lie below their index
+      const float moved = mass[i];
+      mass[i] = 0.0f;
+      mass[job.kept[i]] = moved;
     }
   }
 
