@@ -99,6 +99,8 @@ class Edge:
 
     def _check(self, scope: Scope, context: RequestContext) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise http_error(400, "This server speaks HTTP/1.0 and HTTP/1.1.")
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if size + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADER_BYTES:
             raise http_error(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes.")

@@ -90,8 +90,8 @@ export class EngineView {
         const run = this.nameOf(sequence.id);
         clock = new Clock(run ? `Run ${run}` : `Other ${(this.numOthers += 1)}`, Boolean(run));
         this.clocks.set(key, clock);
-        if (run) at("clocks").prepend(clock.node);
-        else at("clocks").append(clock.node);
+        const before = run ? at("clocks").querySelector("li:not(.own)") : null;
+        at("clocks").insertBefore(clock.node, before);
       }
       clock.show(sequence);
       if (sequence.finish_reason) this.retire(key, clock);

@@ -135,7 +135,9 @@ class Answer {
     const last = this.strip.tokens.at(-1);
     if (!last) return;
     this.dial.set(last.tau_nats ?? 0);
-    this.facts.textContent = `${entropies.length} tokens · H ${number(last.entropy_nats)} · τ ${number(last.tau_nats, 1)} nats`;
+    const { entropy_nats: entropy, tau_nats: tau, temperature } = last;
+    const numbers = `H ${number(entropy)} · τ ${number(tau, 1)} nats · T ${number(temperature)}`;
+    this.facts.textContent = `${entropies.length} tokens · ${numbers}`;
   }
 
   /** Give screen readers what is new. */
