@@ -44,6 +44,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     batch_wait_seconds: WaitSeconds = 10.0  # of requests with priority > 0
     # meso: which blocks a step reads
     pruning: Literal["off", "on"] = "off"  # what a request gets that says nothing of it
+    prune_selector: Literal["sketch", "random", "recency"] = "sketch"  # the latter two are placebos
+    prune_share: Fraction = 1.0  # of the blocks that a placebo reads
     epsilon: Annotated[float, msgspec.Meta(ge=0.0, le=0.5)] = 0.1  # attention mass that a head may miss
     epsilon_swing: Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)] = 0.2  # 0: constant; 1: as the paper; < 0: reversed
     entropy_low_nats: Nats = 1.3  # the model's quartiles of H_raw, calibrated
@@ -59,6 +61,10 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.pruning_law()
         if self.temperature_mode in thermostat.TARGETED_MODES and self.target() is None:
             raise ValueError(f"temperature_mode {self.temperature_mode} takes target_entropy_nats or mean_entropy_nats")
+
+    def can_prune(self, sketch_bits: int) -> bool:
+        """Whether attention can skip with so many bits of sketch: placebos need none."""
+        return sketch_bits > 0 or self.prune_selector != "sketch"
 
     def target(self) -> float | None:
         """H* of a request that gives none; None: nothing to steer to."""
@@ -118,6 +124,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting_requests: Positive = 512
     max_waiting_tokens: Positive = 262_144
     control: ControlConfig = ControlConfig()  # the file's table [control]: what steers is the engine
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        if self.control.pruning == "on" and not self.control.can_prune(self.pruning_sketch_bits):
+            raise ValueError("pruning takes pruning_sketch_bits of 1 or 2")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

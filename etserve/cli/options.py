@@ -47,6 +47,8 @@ CONTROL_HELP = {
     "waiting_wait_seconds": "The same for one that does not decode yet.",
     "batch_wait_seconds": "The same for one with priority > 0.",
     "pruning": "Whether attention skips blocks, for requests that do not say.",
+    "prune_selector": "Which blocks are read; random and recency are placebos.",
+    "prune_share": "Share of the blocks that a placebo reads.",
     "epsilon": "Share of attention mass that a head may miss.",
     "epsilon_swing": "How much entropy moves epsilon. 0: not at all; 1: as the paper has it.",
     "entropy_low_nats": "Lower quartile of the model's entropy.",

@@ -20,6 +20,7 @@ class ModelShape:
     vocab_size: int  # |V|
     num_active_parameters: int  # P: matrix elements a token meets in the layers; neither embedding nor head
     kv_element_bytes: float  # of one stored key or value element
+    sketch_token_bytes: float = 0.0  # of one token's key sketches in one layer
 
     @property
     def kv_token_bytes(self) -> float:

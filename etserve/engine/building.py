@@ -4,14 +4,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
-from etserve.config import BLOCK_SIZE, EngineConfig
+from etserve.config import BLOCK_SIZE, ControlConfig, EngineConfig
+from etserve.control.cost import ModelShape
 from etserve.engine.costs import CostMeter
 from etserve.engine.llm_engine import EngineParts, LLMEngine
 from etserve.engine.resources import count_cores, fit_context, free_memory_bytes, num_kv_blocks
 from etserve.kernels import native
+from etserve.kernels.selection import SelectionRule, rule_of
 from etserve.kv.manager import KVCacheManager
 from etserve.log import get_logger, log_facts
 from etserve.models.files import resolve_model
@@ -102,9 +105,8 @@ def assemble(
         lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
     sampler = Sampler(eos_token_ids, grammars)
-    kv_element_bytes = block_bytes / (2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * spec.num_layers)
-    shape = model_shape(spec, kv_element_bytes)
-    runner = ModelRunner(decoder, num_blocks, sampler, shape)
+    shape = _model_shape(loaded, block_bytes)
+    runner = ModelRunner(decoder, num_blocks, sampler, shape, selection_rule(config.control))
     costs, law = CostMeter(shape), config.control.priority_law()
     scheduler = Scheduler(
         KVCacheManager(num_blocks, config.prefix_caching),
@@ -132,8 +134,23 @@ def assemble(
         startup_seconds=startup_seconds,
         weight_bytes=decoder.weight_bytes,
         kv_cache_bytes=runner.cache_bytes,
+        pruning_sketch_bits=config.pruning_sketch_bits,
     )
     return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)
+
+
+def _model_shape(loaded: LoadedModel, block_bytes: int) -> ModelShape:
+    """What a block takes beyond keys and values is sketches."""
+    spec = loaded.spec
+    element_bytes: int = getattr(torch, loaded.kv_dtype).itemsize
+    entry_bytes = 2 * spec.num_kv_heads * spec.head_dim * element_bytes  # of one token in one layer
+    return model_shape(spec, element_bytes, block_bytes / (BLOCK_SIZE * spec.num_layers) - entry_bytes)
+
+
+def selection_rule(control: ControlConfig) -> SelectionRule:
+    """The guards of the law, and which blocks go: the law's choice, or a placebo's."""
+    law = rule_of(control.pruning_law())
+    return replace(law, selector=control.prune_selector, share=control.prune_share)
 
 
 def warm_up(engine: LLMEngine) -> None:

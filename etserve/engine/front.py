@@ -194,7 +194,7 @@ class EngineFront:
         if request.request_id in self._open:
             raise RequestError("The request id is in use.")
         check_request(request, self._info)
-        check_steering(request.params, self._config.control, can_prune=self._info.pruning_sketch_bits > 0)
+        check_steering(request.params, self._config.control, self._info.pruning_sketch_bits)
         if request.params.grammar is not None:
             validate_grammar(request.params.grammar)
         check_queue(self._queue(), request, self._config, self._rates)

@@ -26,7 +26,7 @@ def start_control(config: ControlConfig, params: SamplingParams) -> ChoiceContro
     return choice.start(laws, params.temperature, params.top_k)
 
 
-def check_steering(params: SamplingParams, config: ControlConfig, *, can_prune: bool) -> None:
+def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: int) -> None:
     """Raise RequestError for what this engine cannot do, whatever the load, or out of the laws' bounds."""
     wanted = params.entropic
     for name, value, most in (
@@ -38,7 +38,7 @@ def check_steering(params: SamplingParams, config: ControlConfig, *, can_prune: 
     mode = config.temperature_mode if wanted.temperature_mode is None else wanted.temperature_mode
     if mode in TARGETED_MODES and wanted.target_entropy_nats is None and config.target() is None:
         raise _refusal("target_entropy_nats", f"{mode} needs it, for the model has no calibrated one")
-    if wanted.pruning == "on" and not can_prune:
+    if wanted.pruning == "on" and not config.can_prune(sketch_bits):
         raise _refusal("pruning", "this server keeps no key sketches (pruning_sketch_bits)", "unsupported_parameter")
     spans = wanted.protected_spans
     if len(spans) > MAX_SPANS or any(not 0 <= start <= end for start, end in spans):

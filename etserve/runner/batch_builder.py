@@ -6,7 +6,9 @@ import numpy as np
 
 from etserve.attention.batch import StepBatch
 from etserve.config import BLOCK_SIZE
-from etserve.plan import ScheduledSequence, SchedulerOutput
+from etserve.kernels.selection import SelectionRule
+from etserve.plan import ScheduledSequence
+from etserve.runner.skipping import selection_of
 from etserve.sequence import Sequence
 
 
@@ -29,9 +31,11 @@ class RowPlan:
     replays: list[RowSpan]  # entropies of forced output tokens position+1 .., which no draw will measure
 
 
-def build_batch(plan: SchedulerOutput) -> tuple[StepBatch, RowPlan]:
-    """Lay the plan's tokens out in its own order; every array int32 and C-contiguous."""
-    scheduled = plan.scheduled
+def build_batch(scheduled: tuple[ScheduledSequence, ...], rule: SelectionRule) -> tuple[StepBatch, RowPlan]:
+    """Lay the planned tokens out in their own order; every array int32 and C-contiguous.
+
+    `rule`: guards of what the sequences with an epsilon may skip.
+    """
     token_ids: list[int] = []
     query_start = np.zeros(len(scheduled) + 1, np.int32)
     context_lens = np.empty(len(scheduled), np.int32)
@@ -44,14 +48,16 @@ def build_batch(plan: SchedulerOutput) -> tuple[StepBatch, RowPlan]:
         context_lens[index] = item.end
     counts = np.diff(query_start)
     positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(context_lens - query_start[1:], counts)
+    tables = _block_tables(scheduled)
     logit_rows, rows = _plan_rows(scheduled, query_start.tolist())
     batch = StepBatch(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
         query_start=query_start,
         context_lens=context_lens,
-        block_tables=_block_tables(scheduled),
+        block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
+        selection=selection_of(scheduled, tables.shape[1], rule),
     )
     return batch, rows
 

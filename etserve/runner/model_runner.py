@@ -1,22 +1,26 @@
 """Runs one planned step: batch, forward pass, measurements, draws. Knows no queue and decides nothing."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from etserve.control.cost import ModelShape, count_layer_parameters, dense_flops, dense_kv_bytes
+from etserve.control.cost import ModelShape, count_layer_parameters
+from etserve.kernels.selection import SelectionRule
 from etserve.models.types import Decoder, DecoderSpec
 from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
+from etserve.runner.costing import add_costs
 from etserve.runner.measuring import entropies, prompt_logprobs
 from etserve.runner.sampler import Sampler
+from etserve.runner.skipping import divergence, kept_fractions, tell_divergences, tell_skipped
 from etserve.sequence import Sequence
 
 MAX_LOGIT_ROWS = 64  # logits are made for so many rows at a time: 12 MB at 49k tokens, whatever the batch
 
 
-def model_shape(spec: DecoderSpec, kv_element_bytes: float) -> ModelShape:
-    """The decoder as the cost formulas see it."""
+def model_shape(spec: DecoderSpec, kv_element_bytes: float, sketch_token_bytes: float = 0.0) -> ModelShape:
+    """The decoder as the cost formulas see it; see ModelShape for the units."""
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -33,18 +37,27 @@ def model_shape(spec: DecoderSpec, kv_element_bytes: float) -> ModelShape:
             head_dim=spec.head_dim,
         ),
         kv_element_bytes=kv_element_bytes,
+        sketch_token_bytes=sketch_token_bytes,
     )
 
 
 class ModelRunner:
     """Owns the KV tensors. One call of `execute` at a time."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int, sampler: Sampler, shape: ModelShape) -> None:
-        """`num_blocks` counts the null block 0."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        sampler: Sampler,
+        shape: ModelShape,
+        rule: SelectionRule,
+    ) -> None:
+        """`num_blocks` counts the null block 0. `rule`: guards of what attention may skip where a plan allows it."""
         self._decoder = decoder
         self._cache = decoder.allocate_cache(num_blocks)
         self._sampler = sampler
         self._shape = shape
+        self._rule = rule
 
     @property
     def cache_bytes(self) -> int:
@@ -56,12 +69,51 @@ class ModelRunner:
         result = ModelRunnerOutput(sampled={})
         if not plan.scheduled:
             return result
-        batch, rows = build_batch(plan)
+        skipped, check_bytes = self._run_skipping(plan, result)  # first: the dense entries are those that stay
+        batch, rows = build_batch(plan.scheduled, self._rule)
         hidden = self._decoder.forward(batch, self._cache)
+        counts = self._decoder.attention_counts
         self._measure_prompts(rows, hidden, result)
         self._measure_replays(rows, hidden, result)
+        compared = self._compare(rows, hidden, skipped)
         num_bad_rows = self._draw(rows, hidden, result)
-        return self._with_costs(plan, rows, result, num_bad_rows + result.num_nonfinite_rows)
+        num_skipped = tell_skipped(plan.scheduled, counts, result)
+        tell_divergences(compared, result)
+        kept = kept_fractions(plan.scheduled, counts)
+        weight_bytes = self._decoder.weight_bytes
+        num_bytes = add_costs(self._shape, weight_bytes, plan.scheduled, _count_logits(rows), kept, result)
+        return replace(
+            result,
+            num_nonfinite_rows=num_bad_rows + result.num_nonfinite_rows,
+            bytes_read=check_bytes + num_bytes,
+            num_blocks_skipped=num_skipped,
+        )
+
+    def _run_skipping(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> tuple[dict[int, torch.Tensor], float]:
+        """Run the steps that the watchdog checks as they would be without a check.
+
+        Returns their logits, f32 [vocab] by seq_id, and the bytes read. The entries written are overwritten by the
+        dense pass that follows.
+        """
+        checked = tuple(replace(i, epsilon=i.check_epsilon) for i in plan.scheduled if i.check_epsilon > 0.0)
+        if not checked:
+            return {}, 0.0
+        batch, rows = build_batch(checked, self._rule)
+        hidden = self._decoder.forward(batch, self._cache)
+        found: dict[int, torch.Tensor] = {}
+        for seq, row in rows.draws:
+            found[seq.seq_id] = self._decoder.logits(hidden[row : row + 1])[0].clone()
+        kept = kept_fractions(checked, self._decoder.attention_counts)
+        weight_bytes = self._decoder.weight_bytes
+        return found, add_costs(self._shape, weight_bytes, checked, _count_logits(rows), kept, result)
+
+    def _compare(self, rows: RowPlan, hidden: torch.Tensor, skipped: dict[int, torch.Tensor]) -> dict[int, float]:
+        """KL(dense || skipped) in nats of the checked steps, by seq_id."""
+        return {
+            seq.seq_id: divergence(self._decoder.logits(hidden[row : row + 1])[0], skipped[seq.seq_id])
+            for seq, row in rows.draws
+            if seq.seq_id in skipped
+        }
 
     def _draw(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> int:
         num_bad_rows = 0
@@ -98,31 +150,6 @@ class ModelRunner:
             first = span.first_row + offset
             last = min(first + MAX_LOGIT_ROWS, span.first_row + span.num_rows)
             yield span.position + offset, self._decoder.logits(hidden[first:last])
-
-    def _with_costs(
-        self, plan: SchedulerOutput, rows: RowPlan, result: ModelRunnerOutput, num_bad_rows: int
-    ) -> ModelRunnerOutput:
-        num_logits = _count_logits(rows)
-        weight_share = self._decoder.weight_bytes / len(plan.scheduled)
-        kv_bytes = 0.0
-        for item in plan.scheduled:
-            seq_id = item.seq.seq_id
-            result.flops[seq_id] = dense_flops(
-                self._shape, start=item.start, num_tokens=item.num_tokens, num_logits=num_logits.get(seq_id, 0)
-            )
-            read = dense_kv_bytes(self._shape, start=item.start, num_tokens=item.num_tokens)
-            result.seq_bytes[seq_id] = read + weight_share
-            kv_bytes += read
-        return ModelRunnerOutput(
-            sampled=result.sampled,
-            prompt_logprobs=result.prompt_logprobs,
-            failed=result.failed,
-            forced_entropies=result.forced_entropies,
-            num_nonfinite_rows=num_bad_rows,
-            flops=result.flops,
-            seq_bytes=result.seq_bytes,
-            bytes_read=self._decoder.weight_bytes + kv_bytes,
-        )
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept for a sequence that has ended. Idempotent."""
