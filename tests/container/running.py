@@ -95,8 +95,9 @@ def health_check() -> int:
 def until(condition: Any, seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() > deadline:
-            expect(False, f"{what} (waited {seconds:.0f} s)")
+        state = capture(*PODMAN, "inspect", "--format", "{{.State.Status}}", NAME)
+        if time.monotonic() > deadline or state != "running":
+            expect(False, f"{what} (waited {seconds:.0f} s at most; the container is {state})")
         time.sleep(0.2)
     expect(True, what)
 
