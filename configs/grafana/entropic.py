@@ -72,8 +72,8 @@ def _clock() -> Sequence[Panel]:
                    increase("etserve_request_tau_nats_bucket", by="le"), "nats"),
         lines("Entropic time of a choice", "Quantiles over finished choices.", "nats",
               quantiles("etserve_request_tau_nats", 0.5, 0.95)),
-        lines("Cost model", "R² of predicted step seconds, per server. Below 0.5 the priority ignores costs.",
-              "percentunit", [(series("etserve_cost_model_r2"), "{{instance}}")], limit=0.5, maximum=1),
+        lines("Cost model", "R² of predicted step seconds of prefill and decode. Below 0.5 the priority ignores costs.",
+              "percentunit", [(series("etserve_cost_model_r2"), "{{phase}} ({{instance}})")], limit=0.5, maximum=1),
     ]  # fmt: skip
 
 

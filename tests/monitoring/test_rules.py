@@ -63,6 +63,10 @@ def test_the_cases_notice_an_alert_that_never_or_always_fires(expr: str, wrong: 
         for rule in group["rules"]:
             rule["expr"], rule["for"] = expr, "0s"
     alerts.write_text(yaml.safe_dump(page), encoding="utf-8")
+    (tmp_path / "rules" / "recording.yml").write_text("groups: []", encoding="utf-8")  # nobody asks for it any more
+    for path in (tmp_path / "tests").iterdir():  # nor minds how often
+        seldom = re.sub(r"evaluation_interval: \w+", "evaluation_interval: 4m", path.read_text(encoding="utf-8"))
+        path.write_text(seldom, encoding="utf-8")
     said = ""
     for path in RULE_TESTS:
         tested = promtool("test", "rules", tmp_path / "tests" / path.name)
