@@ -53,6 +53,8 @@ CONTROL_HELP = {
     "epsilon_swing": "How much entropy moves epsilon. 0: not at all; 1: as the paper has it.",
     "entropy_low_nats": "Lower quartile of the model's entropy.",
     "entropy_high_nats": "Upper quartile of the model's entropy.",
+    "jump_nats": "Entropy so far above its running mean makes the next steps dense.",
+    "jump_dense_steps": "How many steps are dense after such a jump.",
     "watchdog_steps": "Steps between two comparisons with dense attention.",
     "watchdog_divergence_nats": "Divergence from dense attention that turns skipping off, if found twice running.",
     "kv_protect": "Never skip the blocks of system messages.",

@@ -36,8 +36,8 @@ def unit_config(**changes: Any) -> EngineConfig:
 
 
 @functools.cache
-def load_unit(backend: str = "auto", dtype: str = "float32") -> LoadedModel:
-    config = unit_config(backend=backend, dtype=dtype)
+def load_unit(backend: str = "auto", dtype: str = "float32", sketch_bits: int = 0) -> LoadedModel:
+    config = unit_config(backend=backend, dtype=dtype, pruning_sketch_bits=sketch_bits)
     set_threads(config.threads)
     return load_model(config, resolve_model(config.model))
 
@@ -49,7 +49,7 @@ def unit_tokenizer() -> Tokenizer:
 
 def make_engine(loaded: LoadedModel | None = None, **changes: Any) -> LLMEngine:
     config = unit_config(**changes)
-    loaded = loaded or load_unit()
+    loaded = loaded or load_unit(sketch_bits=config.pruning_sketch_bits)
     loaded = dataclasses.replace(loaded, max_model_len=config.max_model_len or loaded.max_model_len)
     return LLMEngine(assemble(config, loaded, unit_tokenizer(), "unit", {}))
 
