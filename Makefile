@@ -65,5 +65,9 @@ sbom: $(VENV)/.dev ## write build/sbom.json (CycloneDX) for this environment
 	mkdir -p build
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o build/sbom.json $(BIN)/python
 
+generated: $(VENV)/.dev ## write the dashboards and docs/metrics.md again
+	$(BIN)/python configs/grafana/generate.py
+	$(BIN)/python docs/generate_metrics.py
+
 clean: ## remove what was built and installed here
 	rm -rf $(VENV) build dist *.egg-info
