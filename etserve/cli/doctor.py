@@ -10,7 +10,7 @@ from etserve.cli.options import ConfigFile, read_config, with_config_options
 from etserve.cli.serve import ModelArgument
 
 
-@with_config_options("engine")
+@with_config_options("engine", "control")
 def doctor(
     model: ModelArgument = None,
     measure: Annotated[

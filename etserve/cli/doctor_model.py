@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from etserve.config import BLOCK_SIZE, EngineConfig
 from etserve.engine.resources import fit_context, num_kv_blocks
 from etserve.errors import ConfigError
+from etserve.kernels import native
 from etserve.models.files import resolve_model
 from etserve.models.loader import choose, open_checkpoint
 
@@ -19,7 +20,7 @@ class Fit:
     dtype: str
     kv_dtype: str
     weight_bytes: int  # parameters times their size; packing adds a little
-    kv_bytes_per_token: int  # of all layers
+    kv_bytes_per_token: int  # of all layers, with the sketches if there are any
     block_size: int
     num_kv_blocks: int  # without the null block
     kv_cache_bytes: int
@@ -38,7 +39,8 @@ def fit_model(config: EngineConfig, free_bytes: int) -> Fit:
     weight_bytes = checkpoint.weights.num_parameters * choice.dtype.itemsize
     if weight_bytes > free_bytes:
         raise ConfigError(f"the weights take {weight_bytes:,} bytes, {free_bytes:,} are free")
-    block_bytes = spec.num_layers * 2 * spec.num_kv_heads * BLOCK_SIZE * spec.head_dim * choice.kv_dtype.itemsize
+    keys_and_values = 2 * BLOCK_SIZE * spec.head_dim * choice.kv_dtype.itemsize
+    block_bytes = spec.num_layers * spec.num_kv_heads * (keys_and_values + _sketch_bytes(config, spec.head_dim))
     num_blocks = num_kv_blocks(config, block_bytes, choice.max_model_len, free_bytes - weight_bytes)
     return Fit(
         name=config.served_model_name or files.name,
@@ -54,3 +56,12 @@ def fit_model(config: EngineConfig, free_bytes: int) -> Fit:
         max_model_len=fit_context(config, num_blocks, choice.max_model_len),
         wanted_model_len=choice.max_model_len,
     )
+
+
+def _sketch_bytes(config: EngineConfig, head_dim: int) -> int:
+    """What a block and KV head keeps to be skipped by; only the native backend does."""
+    if config.pruning_sketch_bits == 0 or config.backend == "torch" or not native.is_available():
+        return 0
+    from etserve.kernels.sketch import sketch_bytes
+
+    return sketch_bytes(head_dim, config.pruning_sketch_bits)

@@ -26,11 +26,22 @@ def found(config: EngineConfig, measure: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("torch", "float32"), pytest.param("native", "bfloat16", marks=needs_native)]
+    ("backend", "dtype", "sketch_bits"),
+    [
+        ("torch", "float32", 0),
+        pytest.param("native", "bfloat16", 0, marks=needs_native),
+        pytest.param("native", "bfloat16", 2, marks=needs_native),
+    ],
 )
-def test_the_fit_is_what_an_engine_with_these_settings_takes(backend: Any, dtype: Any) -> None:
+def test_the_fit_is_what_an_engine_with_these_settings_takes(backend: Any, dtype: Any, sketch_bits: int) -> None:
     config = EngineConfig(
-        model=UNIT_MODEL, backend=backend, dtype=dtype, kv_memory_bytes=1_000_001, max_model_len=77, max_num_seqs=3
+        model=UNIT_MODEL,
+        backend=backend,
+        dtype=dtype,
+        kv_memory_bytes=1_000_001,
+        max_model_len=77,
+        max_num_seqs=3,
+        pruning_sketch_bits=sketch_bits,
     )
     fit, info = fit_model(config, MANY_BYTES), build_engine(config).info
     assert (fit.num_kv_blocks, fit.kv_cache_bytes) == (info.num_kv_blocks, info.kv_cache_bytes)
