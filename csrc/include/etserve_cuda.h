@@ -1,0 +1,120 @@
+// The CUDA kernels behind a plain C ABI: structs of raw pointers in, one launcher per kernel.
+//
+// Every pointer is device memory (host memory in the emulator, csrc/cuda/emulation.h, which exports the same names).
+// A launcher takes a cudaStream_t as `void*`, returns at once, and returns 0 or a cudaError_t; it checks what the kernel
+// relies on and cannot see in a pointer, and leaves dtypes and shapes to the binding (etserve/kernels/cuda.py). No
+// result depends on batch mates: every reduction has one order, fixed by the row or sequence alone.
+//
+// KV cache of one layer: [num_blocks][2][num_kv_heads][16][head_dim], index 0 keys, 1 values; block = 16 tokens.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+enum { ETSERVE_F32 = 0, ETSERVE_BF16 = 1, ETSERVE_F16 = 2 };
+
+// One pass over raw logits. Nats. Semantics: etserve/kernels/reference_rows.py, reference_row_pass.
+typedef struct {
+  const void* logits;  // [rows][stride] of dtype
+  int32_t dtype;       // any of the three
+  int32_t k;           // 0 .. 64 likeliest tokens wanted
+  int64_t rows, vocab, stride;  // vocab 1 .. 2^20
+  float* log_sum_exp;  // [rows]
+  float* entropy;      // [rows]; NaN where the row holds NaN or +inf, or nothing but -inf
+  float* varentropy;   // [rows]; likewise
+  int32_t* argmax;     // [rows]; lowest id among equals, -1 without a finite entry
+  int32_t* nonfinite;  // [rows] count of NaN and +inf entries
+  float* top_values;   // [rows][k], descending, ties by lower id; -inf where fewer than k are finite
+  int32_t* top_ids;    // [rows][k]; -1 there
+  void* scratch;       // etserve_cuda_row_pass_scratch_bytes(rows, vocab, k), aligned to 16
+} EtserveRowPass;
+int etserve_cuda_row_pass(const EtserveRowPass* args, void* stream);
+int64_t etserve_cuda_row_pass_scratch_bytes(int64_t rows, int64_t vocab, int32_t k);
+
+// One draw per row. Semantics: etserve/kernels/reference_rows.py, truncated and reference_sample. Weights relative to
+// the likeliest token are rounded to 2^-40, so sums are exact whatever their order; lighter tokens are never drawn.
+typedef struct {
+  const void* logits;  // [rows][stride] of dtype, penalties and masks applied
+  int32_t dtype;       // any of the three
+  int64_t rows, vocab, stride;  // vocab 1 .. 2^20
+  const float* temperature;  // [rows], > 0
+  const int32_t* top_k;      // [rows], 0: off
+  const float* top_p;        // [rows], 1: off
+  const float* min_p;        // [rows], 0: off
+  const double* uniform;     // [rows], in [0, 1)
+  int32_t* token_ids;        // [rows]; -1 where the row holds NaN or +inf, or nothing but -inf
+  float* sampled_entropy;    // [rows], nats, of the distribution drawn from; NaN there
+} EtserveSample;
+int etserve_cuda_sample(const EtserveSample* args, void* stream);
+
+// out = x / sqrt(mean(x^2) + eps) * weight over the last axis. f32 inside.
+typedef struct {
+  const void* x;       // [rows][size] of dtype
+  const void* weight;  // [size] of dtype
+  void* out;           // [rows][size] of dtype; may be x
+  int32_t dtype;
+  int64_t rows, size;
+  float eps;
+} EtserveRmsNorm;
+int etserve_cuda_rms_norm(const EtserveRmsNorm* args, void* stream);
+
+// out = silu(gate) * up. f32 inside.
+typedef struct {
+  const void* gate;  // [count] of dtype
+  const void* up;    // [count]
+  void* out;         // [count]; may be either
+  int32_t dtype;
+  int64_t count;
+} EtserveSiluMul;
+int etserve_cuda_silu_mul(const EtserveSiluMul* args, void* stream);
+
+// Rotates q and k (NeoX halves of the first rotary_dim dimensions), writes q out and k, v into the cache. f32 inside.
+typedef struct {
+  const void* qkv;           // [tokens][(num_heads + 2 num_kv_heads) head_dim] of dtype
+  int32_t dtype;             // also of q and of the cache
+  int32_t num_heads, num_kv_heads;
+  int32_t head_dim;          // 2 .. 256, even
+  int32_t rotary_dim;        // even, at most head_dim
+  int64_t tokens;
+  const int32_t* positions;  // [tokens]
+  const int64_t* slots;      // [tokens], block * 16 + offset, all different; < 0: k and v are not written
+  const float* cos;          // [max_position][rotary_dim / 2]
+  const float* sin;          // likewise
+  const void* q_norm;        // null, or RMSNorm weights [head_dim] of dtype, applied before the rotation
+  const void* k_norm;        // null exactly where q_norm is
+  float eps;
+  void* q;                   // [tokens][num_heads][head_dim] of dtype
+  void* kv;                  // one layer's cache
+} EtserveRope;
+int etserve_cuda_rope_and_write(const EtserveRope* args, void* stream);
+
+// Attention of one query row per sequence over its paged context, split into partitions of 512 positions.
+typedef struct {
+  const void* q;   // [num_seqs][num_heads][head_dim] of dtype, rotated; `scale` is applied inside
+  void* out;       // like q
+  const void* kv;  // one layer's cache
+  int32_t dtype;   // bf16 or f16, of all three
+  int32_t num_seqs, max_blocks, num_heads, num_kv_heads;
+  int32_t head_dim;  // a multiple of 8 in 64 .. 256
+  int32_t window;    // > 0: only the last `window` positions
+  float scale;
+  const int32_t* block_tables;  // [num_seqs][max_blocks]
+  const int32_t* context_lens;  // [num_seqs], at most 16 max_blocks; 0: a padding row, its output is 0
+  float* block_mass;     // null, or [num_seqs][num_heads][max_blocks]: exact softmax mass of each block
+  float* log_sum_exp;    // null, or [num_seqs][num_heads]
+  void* scratch;         // etserve_cuda_decode_scratch_bytes(...), aligned to 16
+} EtserveDecode;
+int etserve_cuda_decode_attention(const EtserveDecode* args, void* stream);
+int64_t etserve_cuda_decode_scratch_bytes(int32_t num_seqs, int32_t max_blocks, int32_t num_heads, int32_t head_dim);
+
+const char* etserve_cuda_error_string(int code);
+int etserve_cuda_is_emulated(void);
+void etserve_cuda_set_emulation_seed(uint64_t seed);  // order of blocks, warps and lanes; nothing on a device
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
