@@ -50,7 +50,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     epsilon_swing: Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)] = 0.2  # 0: constant; 1: as the paper; < 0: reversed
     entropy_low_nats: Nats = 1.3  # the model's quartiles of H_raw, calibrated
     entropy_high_nats: Nats = 3.6
-    jump_nats: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 1.0  # entropy so far above its average: dense
+    jump_nats: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 3.0  # entropy so far above its average: dense
     jump_dense_steps: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 8  # for so many steps
     watchdog_steps: Positive = 64  # between two comparisons with dense attention
     watchdog_divergence_nats: Nats = 0.05  # above it twice running: pruning is off for the request

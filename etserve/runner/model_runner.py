@@ -11,7 +11,7 @@ from etserve.models.types import Decoder, DecoderSpec
 from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
 from etserve.runner.costing import add_costs
-from etserve.runner.measuring import entropies, prompt_logprobs
+from etserve.runner.measuring import prompt_logprobs
 from etserve.runner.sampler import Sampler
 from etserve.runner.skipping import divergence, kept_fractions, tell_divergences, tell_skipped
 from etserve.sequence import Sequence
@@ -141,8 +141,8 @@ class ModelRunner:
     def _measure_replays(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
         for span in rows.replays:
             found = result.forced_entropies.setdefault(span.seq.seq_id, [])
-            for _, logits in self._span_logits(span, hidden):
-                found += entropies(logits)
+            for position, logits in self._span_logits(span, hidden):
+                found += self._sampler.replay(span.seq, position, logits)
 
     def _span_logits(self, span: RowSpan, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(first position, logits) in slices of at most MAX_LOGIT_ROWS."""

@@ -1,7 +1,7 @@
 """From raw logits to drawn tokens. Rows that ask for nothing special take the batched kernels untouched."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from etserve.control.keyed_random import uniform
 from etserve.kernels import rows
 from etserve.plan import Sampled
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
-from etserve.runner.measuring import RawRows
+from etserve.runner.measuring import RawRows, entropies
 from etserve.runner.penalties import TokenCounts, has_penalties
 from etserve.runner.steering import MIN_TEMPERATURE, SteeredRows
 from etserve.sequence import Sequence
@@ -121,6 +121,28 @@ class Sampler:
                 measured = steered.measure(index, seq, token_id, raw.logits[index], ends[index])
             drawn.sampled[seq.seq_id] = raw.sampled(index, seq, token_id, measured)
         return drawn
+
+    def replay(self, seq: Sequence, position: int, logits: torch.Tensor) -> list[float]:
+        """Move the sequence's control loop over output tokens that were drawn before an engine restart.
+
+        `logits`: raw, f32 [R, vocab], of positions position .. position + R - 1; overwritten. Returns their entropies
+        in nats. One row at a time, for each token's temperature depends on the one before.
+        """
+        found = entropies(logits)
+        wishes = self._wishes[seq.seq_id]
+        for offset, entropy_nats in enumerate(found):
+            measured, next_position = NOT_MEASURED, position + 1 + offset
+            if seq.control.measures_temperature:
+                row = logits[offset : offset + 1]
+                stats, changed = rows.row_pass(row, 0), set[int]()
+                past = replace(seq, token_ids=seq.token_ids[:next_position])
+                if wishes.are_wanted(past):
+                    wishes.apply(row[0].numpy(), past)
+                    changed.add(0)
+                steered = SteeredRows([past], row, [0], stats, changed)
+                measured = steered.measure(0, past, seq.token_ids[next_position], row[0].numpy(), math.nan)
+            seq.control = seq.control.observe(entropy_nats, measured)
+        return found
 
     def _end_probability(self, seq: Sequence, index: int, raw: RawRows) -> float:
         """p(EOS) of the raw row, for those who are ranked by it; NaN for others."""

@@ -201,6 +201,24 @@ def test_preemption_and_recomputation_never_move_the_thermostat() -> None:
     assert tokens == {key[0]: output.token_ids for key, output in roomy.items()}
 
 
+@pytest.mark.parametrize("mode", ["two_sided", "edt", "mirostat"])
+def test_after_a_restart_the_temperatures_go_on_where_they_stood(mode: str) -> None:
+    """Tokens already sent come back as a forced prefix, over chunks of prompt and with penalties on."""
+    options = EntropicParams(temperature_mode=mode, target_entropy_nats=1.2)  # type: ignore[arg-type]
+    wishes = {"frequency_penalty": 0.4, "logit_bias": {101: -2.0}, "min_tokens": 5}
+    for params in ({}, wishes):
+        wanted = sampled(entropic=options, **params)
+        whole = run_one(make_engine(), wanted)
+        resumed = msgspec.structs.replace(wanted, forced_output=[whole.token_ids[:37]])
+        rest = run_one(make_engine(max_step_tokens=16), resumed)
+        assert rest.token_ids == whole.token_ids[37:]
+        assert temperatures(rest) == temperatures(whole)[37:]
+        assert rest.entropy_summary is not None
+        assert whole.entropy_summary is not None
+        assert rest.entropy_summary.tau_nats == whole.entropy_summary.tau_nats
+        assert rest.entropy_summary.mean_temperature == whole.entropy_summary.mean_temperature
+
+
 def test_each_choice_has_a_thermostat_of_its_own() -> None:
     options = EntropicParams(temperature_mode="two_sided", target_entropy_nats=1.4)
     alone = run_one(make_engine(), sampled(entropic=options))
