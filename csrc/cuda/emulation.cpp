@@ -84,7 +84,7 @@ struct Fiber {
   Context context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state = State::ready;
-  Place place{"", 0};
+  Place place;
   unsigned warp_phase = 0, block_phase = 0;
 };
 struct Warp {
@@ -118,7 +118,7 @@ unsigned random_below(unsigned n) {
   std::map<std::pair<std::string, State>, std::pair<unsigned, unsigned>> where;  // -> first thread, count
   for (unsigned t = 0; t < num_threads; ++t) {
     const Fiber& f = *fibers[t];
-    auto& entry = where[{std::string(f.place.file) + ":" + std::to_string(f.place.line), f.state}];
+    auto& entry = where[{std::string(f.place.file_name()) + ":" + std::to_string(f.place.line()), f.state}];
     if (entry.second++ == 0) entry.first = t;
   }
   for (const auto& [key, value] : where)
@@ -139,7 +139,7 @@ void wait() { Context::change(fibers[running]->context, scheduler); }
 void release(unsigned first, unsigned end, const char* what) {
   for (unsigned t = first; t < end; ++t) {
     const Place a = fibers[first]->place, b = fibers[t]->place;
-    if (a.line != b.line || std::strcmp(a.file, b.file) != 0) fail(what);
+    if (a.line() != b.line() || std::strcmp(a.file_name(), b.file_name()) != 0) fail(what);
   }
   for (unsigned t = first; t < end; ++t) fibers[t]->state = State::ready;
 }
@@ -176,7 +176,7 @@ void run_block() {
   for (unsigned t = 0; t < num_threads; ++t) {
     Fiber& f = *fibers[t];
     f.state = State::ready;
-    f.place = {"start", 0};
+    f.place = Place();
     f.warp_phase = f.block_phase = 0;
     f.context.start(f.stack.get());
   }

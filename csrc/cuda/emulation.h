@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <source_location>
 
 #define __global__
 #define __device__
@@ -25,10 +26,7 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 
 namespace etserve::emulation {
 
-struct Place {  // in the kernel's source
-  const char* file;
-  int line;
-};
+using Place = std::source_location;  // in the kernel's source
 
 void run(dim3 grid, unsigned threads, const std::function<void()>& kernel);
 void set_seed(uint64_t seed);
@@ -59,7 +57,7 @@ T from_bits(uint64_t bits) {
 #define ETSERVE_SHARED(type, name, count) \
   static const char name##_site = 0;      \
   type* const name = static_cast<type*>(::etserve::emulation::shared_array(&name##_site, sizeof(type) * (count)))
-#define ETSERVE_HERE ::etserve::emulation::Place{__builtin_FILE(), __builtin_LINE()}
+#define ETSERVE_HERE std::source_location::current()
 
 inline void __syncthreads(etserve::emulation::Place at = ETSERVE_HERE) { etserve::emulation::meet_block(0, at); }
 inline int __syncthreads_count(bool predicate, etserve::emulation::Place at = ETSERVE_HERE) {

@@ -8,6 +8,7 @@ copies to the host or waits.
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from etserve.kernels.reference_rows import MAX_TOP
 
 MAX_VOCAB = 1 << 20
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 256
-LIBRARY = Path(__file__).parents[1] / "libetserve_cuda.so"
+LIBRARY = "libetserve_cuda.so"
 
 
 class CudaError(RuntimeError):
@@ -51,12 +52,15 @@ class DecodeOutput:
 @cache
 def load() -> "CudaKernels | None":
     """The kernels of this installation, None where it was built without them."""
-    return CudaKernels(LIBRARY) if LIBRARY.exists() else None
+    places = [Path(__file__).parents[1] / LIBRARY]  # and, with an editable install, among the site packages
+    for distribution in metadata.distributions(name="etserve"):
+        places.append(Path(str(distribution.locate_file(f"etserve/{LIBRARY}"))))
+    found = next((place for place in places if place.exists()), None)
+    return None if found is None else CudaKernels(found)
 
 
 class CudaKernels:
-    """One loaded library. Every method raises ValueError for tensors that the kernel does not take, CudaError when a
-    launch fails."""
+    """One loaded library. Methods raise ValueError for tensors that a kernel does not take, CudaError if launching fails."""
 
     def __init__(self, library: Path) -> None:
         self._library = cuda_abi.open_library(library)
@@ -156,7 +160,7 @@ class CudaKernels:
             self._check("slots", slots, torch.int64, (tokens,)),
             *(self._check("tables", table, torch.float32, (len(tables[0]), half)) for table in tables),
         )
-        norms = [self._check("head_norms", norm, kv.dtype, (head_dim,)) for norm in head_norms or ()] or [None, None]
+        norms = [self._check("head_norms", norm, kv.dtype, (head_dim,)) for norm in head_norms or ()] or [0, 0]
         kv_address = self._check("kv", kv, kv.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
         q = qkv.new_empty(tokens, num_heads, head_dim)
         self._launch(
@@ -192,7 +196,7 @@ class CudaKernels:
             raise ValueError(f"no kernel for {q.dtype} heads of {head_dim}")
         if num_kv_heads == 0 or num_heads % num_kv_heads or window < 0:
             raise ValueError(f"no kernel for {num_heads} heads, {num_kv_heads} KV heads, window {window}")
-        addresses = [self._check("q", q, q.dtype, (num_seqs, num_heads, head_dim))]
+        q_address = self._check("q", q, q.dtype, (num_seqs, num_heads, head_dim))
         out = torch.empty_like(q)
         kv_address = self._check("kv", kv, q.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
         batch = (
@@ -204,18 +208,22 @@ class CudaKernels:
         log_sum_exp = q.new_empty(shape[:2], dtype=torch.float32)
         size = self._library.etserve_cuda_decode_scratch_bytes(num_seqs, max_blocks, num_heads, head_dim)
         scratch = q.new_empty(size, dtype=torch.uint8)
+        sizes = (num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, window)
+        outputs = (0 if mass is None else mass.data_ptr(), log_sum_exp.data_ptr(), scratch.data_ptr())
         self._launch(
-            *("decode_attention", q, *addresses, out.data_ptr(), kv_address, _code(q), num_seqs, max_blocks),
-            *(num_heads, num_kv_heads, head_dim, window, scale, *batch, None if mass is None else mass.data_ptr()),
-            *(log_sum_exp.data_ptr(), scratch.data_ptr()),
+            *("decode_attention", q, q_address, out.data_ptr(), kv_address, _code(q), *sizes, scale, *batch, *outputs)
         )
         return DecodeOutput(out, log_sum_exp, mass)
 
-    def _launch(self, name: str, near: torch.Tensor, *fields: float | None) -> None:
+    def _launch(self, name: str, near: torch.Tensor, *fields: float) -> None:
         """Launch on the current stream of the device that `near` lies on."""
-        stream = 0 if self.device_type == "cpu" else torch.cuda.current_stream(near.device).cuda_stream
         launcher = getattr(self._library, f"etserve_cuda_{name}")
-        code = launcher(ctypes.byref(cuda_abi.LAUNCHERS[name](*fields)), stream)
+        arguments = ctypes.byref(cuda_abi.LAUNCHERS[name](*fields))
+        if self.device_type == "cpu":
+            code = launcher(arguments, None)
+        else:
+            with torch.cuda.device(near.device):
+                code = launcher(arguments, torch.cuda.current_stream().cuda_stream)
         if code != 0:
             raise CudaError(f"{name}: {self._library.etserve_cuda_error_string(code).decode()}")
 

@@ -75,7 +75,6 @@ def test_tensors_of_other_shapes_and_types_are_refused(emulator: CudaKernels) ->
         emulator.silu_mul(torch.zeros(2, 8), torch.zeros(2, 8).half())
     with pytest.raises(ValueError, match="float64"):
         emulator.silu_mul(torch.zeros(2, 8).double(), torch.zeros(2, 8).double())
+    tables, cache = (torch.zeros(4, 40), torch.zeros(4, 40)), torch.zeros(1, 2, 1, BLOCK_SIZE, 64)
     with pytest.raises(ValueError, match="rotated"):
-        tables = torch.zeros(4, 40), torch.zeros(4, 40)
-        cache = torch.zeros(1, 2, 1, BLOCK_SIZE, 64)
         emulator.rope_and_write(torch.zeros(1, 192), torch.zeros(1).int(), torch.zeros(1).long(), tables, cache, 1)
