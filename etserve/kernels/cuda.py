@@ -60,7 +60,7 @@ def load() -> "CudaKernels | None":
 
 
 class CudaKernels:
-    """One loaded library. Methods raise ValueError for tensors that a kernel does not take, CudaError if launching fails."""
+    """One loaded library. Methods raise ValueError for tensors that no kernel takes, CudaError if a launch fails."""
 
     def __init__(self, library: Path) -> None:
         self._library = cuda_abi.open_library(library)

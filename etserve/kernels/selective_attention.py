@@ -19,10 +19,12 @@ class SelectiveResult:
     """Of one layer's call."""
 
     output: torch.Tensor  # f32 [T, H * D]
-    block_mass: torch.Tensor  # f32 [B, H, max_blocks]: exact softmax weights among what was read, of last query rows
     num_kept: NDArray[np.int32]  # [B, Hkv], blocks read
     missing: NDArray[np.float32]  # [B, Hkv], estimated mass of what was skipped; NaN where a placebo skipped
-    estimated_mass: torch.Tensor  # f32 [B, Hkv, max_blocks]: what was cut by, multiples of 2^-30; NaN: nothing was cut
+    # Where masses are wanted, f32 [B, H, max_blocks]: exact softmax weights among what was read, of last query rows;
+    # and [B, Hkv, max_blocks]: what was cut by, multiples of 2^-30, NaN where nothing was cut. Else of size 0.
+    block_mass: torch.Tensor
+    estimated_mass: torch.Tensor
 
 
 def selective_attention(
@@ -35,6 +37,7 @@ def selective_attention(
     scale: float,
     sketches: LayerSketches | None,
     selection: BlockSelection,
+    want_masses: bool = False,
 ) -> SelectiveResult:
     """As paged_attention, but a sequence with one query row reads only what `selection` selects for each KV head.
 
@@ -48,12 +51,13 @@ def selective_attention(
     selection.check(num_seqs, max_blocks)
     if sketches is None and selection.rule.selector == "sketch":
         raise ValueError("nothing can be skipped without sketches")
+    listed = num_seqs if want_masses else 0
     result = SelectiveResult(
         output=torch.empty(num_tokens, num_heads * head_dim),
-        block_mass=torch.empty(num_seqs, num_heads, max_blocks),
         num_kept=np.zeros((num_seqs, num_kv_heads), np.int32),
         missing=np.zeros((num_seqs, num_kv_heads), np.float32),
-        estimated_mass=torch.full((num_seqs, num_kv_heads, max_blocks), torch.nan),
+        block_mass=torch.empty(listed, num_heads, max_blocks),
+        estimated_mass=torch.empty(listed, num_kv_heads, max_blocks),
     )
     address = 0 if sketches is None else check_sketches(sketches, kv.shape[0], num_kv_heads, head_dim)
     bits = 2 if sketches is None else sketches.bits
@@ -61,7 +65,7 @@ def selective_attention(
         native.module().paged_attention(
             *(q.data_ptr(), result.output.data_ptr(), 0, kv.data_ptr(), native.DTYPE_CODES[kv.dtype]),
             *(num_tokens, num_seqs, query_start.ctypes.data, context_lens.ctypes.data, block_tables.ctypes.data),
-            *(max_blocks, num_heads, num_kv_heads, head_dim, scale, 0, result.block_mass.data_ptr()),
+            *(max_blocks, num_heads, num_kv_heads, head_dim, scale, 0, _address(result.block_mass)),
             _arguments(selection, result, address, bits, head_dim),
         )
     return result
@@ -77,5 +81,9 @@ def _arguments(selection: BlockSelection, result: SelectiveResult, sketches: int
         is_protected=0 if selection.protected is None else selection.protected.ctypes.data,
         num_kept=result.num_kept.ctypes.data,
         missing=result.missing.ctypes.data,
-        estimated_mass=result.estimated_mass.data_ptr(),
+        estimated_mass=_address(result.estimated_mass),
     )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if len(tensor) else 0

@@ -11,8 +11,6 @@
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
-bool is_split(int num_tokens, int context) { return num_tokens <= kMaxSplitTokens && context > kPartitionTokens; }
-
 // The same sequence of calls on every member; work is handed out by the team's counter.
 template <class Dot>
 class Schedule {
@@ -27,10 +25,10 @@ class Schedule {
     int64_t item = team_.next(), first = 0;
     bool any_split = false;
     for (int b = 0; b < a_.num_seqs; ++b)  // the long items first
-      if (!is_split(tokens(b), context(b))) run_whole(b, &item, &first);
+      if (!is_split(b)) run_whole(b, &item, &first);
     float* to = partials_;
     for (int b = 0; b < a_.num_seqs; ++b)
-      if (is_split(tokens(b), context(b))) {
+      if (is_split(b)) {
         any_split = true;
         run_split(b, &item, &first, to);
         to += partial_floats(b);
@@ -44,6 +42,11 @@ class Schedule {
  private:
   int tokens(int b) const { return a_.query_start[b + 1] - a_.query_start[b]; }
   int context(int b) const { return a_.context_lens[b]; }
+  // Bits do not depend on it. Kept lists are short: whole, where that keeps everyone busy.
+  bool is_split(int b) const {
+    const bool is_short = selection_ && a_.num_seqs * a_.num_kv_heads >= 4 * team_.size();
+    return tokens(b) <= kMaxSplitTokens && context(b) > kPartitionTokens && !is_short;
+  }
   int partitions(int b) const { return static_cast<int>(plan_ceil(context(b), kPartitionTokens)); }
   int64_t partial_floats(int b) const {
     return static_cast<int64_t>(tokens(b)) * a_.num_heads * partitions(b) * plan_.partial_row;
@@ -91,7 +94,7 @@ class Schedule {
     int64_t item = team_.next(), first = 0;
     float* from = partials_;
     for (int b = 0; b < a_.num_seqs; ++b) {
-      if (!is_split(tokens(b), context(b))) continue;
+      if (!is_split(b)) continue;
       for (; item < first + a_.num_kv_heads; item = team_.next()) {
         const int kv_head = static_cast<int>(item - first);
         for (int row = 0; row < tokens(b) * group_; ++row)

@@ -41,7 +41,7 @@ class Worker {
     const int first = lowest_position(position(job, 0)) / kPartitionTokens;
     const int last = position(job, job.rows - 1) / kPartitionTokens;
     for (int p = first; p <= last; ++p) {
-      run_partition(job, p);
+      run_partition(job, p, last);
       for (int r = 0; r < job.rows; ++r)
         fold(merged_ + r * stride_, &maxima[r], &totals[r], partial_ + r * stride_, maxima_[r], totals_[r]);
     }
@@ -51,7 +51,7 @@ class Worker {
   // One partition, left in `to` ([row of the sequence and KV head][partition] of partial_row floats).
   void run_split(const Job& job, int partition, int num_partitions, float* to) {
     load_queries(job);
-    run_partition(job, partition);
+    run_partition(job, partition, partition);
     for (int r = 0; r < job.rows; ++r) {
       float* slot = to + ((job.row + r) * static_cast<int64_t>(num_partitions) + partition) * plan_.partial_row;
       std::memcpy(slot, partial_ + r * stride_, sizeof(float) * static_cast<size_t>(stride_));
@@ -107,8 +107,9 @@ class Worker {
     }
   }
 
-  // Leaves o in partial_, and maxima_ and totals_: the softmax of each row over one partition, not yet divided.
-  void run_partition(const Job& job, int partition) {
+  // Leaves o in partial_, and maxima_ and totals_: the softmax of each row over one partition, not yet divided. Behind
+  // it this thread goes on up to last_partition, whose blocks may be fetched ahead.
+  void run_partition(const Job& job, int partition, int last_partition) {
     for (int r = 0; r < job.rows; ++r) {
       clear(partial_ + r * stride_, &maxima_[r], &totals_[r]);
       store(sums_ + r * kLanes, zero());
@@ -116,11 +117,12 @@ class Worker {
     const int last = position(job, job.rows - 1);
     const int begin = larger(partition * kTilesPerPartition, lowest_position(position(job, 0)) / kTileTokens);
     const int end = smaller((partition + 1) * kTilesPerPartition, last / kTileTokens + 1);
+    const int fetched = smaller((last_partition + 1) * kTilesPerPartition, last / kTileTokens + 1);
     Words keys[kTileBlocks], next[kTileBlocks], values[kTileBlocks];
     if (begin < end) find_blocks(job, begin, last, 0, keys);
     for (int tile = begin; tile < end; ++tile) {
       const int num_blocks = find_blocks(job, tile, last, 1, values);
-      find_blocks(job, tile + 1 < end ? tile + 1 : tile, last, 0, next);
+      find_blocks(job, tile + 1 < fetched ? tile + 1 : tile, last, 0, next);
       run_tile(job, tile, num_blocks, keys, next, values);
       std::memcpy(keys, next, sizeof keys);
     }

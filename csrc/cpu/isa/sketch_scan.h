@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kScanRows = 4;  // query heads that share each expanded code
 constexpr int kMaxScanDim = 256;
+constexpr int kAhead = 6;  // blocks between a fetch and its use
 
 // What the scan knows of one query head, `scale` taken in.
 template <class Dot>
@@ -99,9 +100,10 @@ class Scanner {
     const int context = a_.context_lens[seq], first = chunk * kChunkBlocks;
     const int full = smaller(kChunkBlocks, context / kBlockSize - first);
     const int32_t* table = a_.block_tables + static_cast<int64_t>(seq) * a_.max_blocks + first;
-    const uint8_t* sketches[kChunkBlocks + 2];
-    for (int i = 0; i < kChunkBlocks + 2; ++i) {
-      const int64_t block = table[smaller(i, larger(full, 1) - 1)];
+    const int last = larger(context / kBlockSize - first, 1) - 1;
+    const uint8_t* sketches[kChunkBlocks + kAhead];
+    for (int i = 0; i < kChunkBlocks + kAhead; ++i) {
+      const int64_t block = table[smaller(i, last)];
       sketches[i] = static_cast<const uint8_t*>(s_.sketches) + (block * a_.num_kv_heads + kv_head) * layout_.num_bytes;
     }
     float bases[R][kChunkBlocks];
@@ -135,7 +137,7 @@ class Scanner {
     int32_t starts[R];
     for (int r = 0; r < R; ++r) queries[r] = queries_[r].codes, starts[r] = queries_[r].start;
     for (int i = 0; i < full; ++i) {
-      for (int64_t line = 0; line < layout_.num_bytes; line += 64) prefetch(sketches[i + 2] + line);
+      for (int64_t line = 0; line < layout_.num_bytes; line += 64) prefetch(sketches[i + kAhead] + line);
       I sums[R];
       code_dots<Bits, R>(sketches[i], layout_.lines, queries, starts, sums);
       const F scales = load_bf16(reinterpret_cast<const uint16_t*>(sketches[i] + layout_.scales_at));
