@@ -21,6 +21,7 @@ HARDENED = (
     *("--security-opt", "no-new-privileges", "--memory", "3g", "--pids-limit", "512"),
     *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--network", "host"),
 )
+STREAM_TOKENS = 300  # some seconds on a fast machine, half a minute on a busy one
 START_SECONDS, ANSWER_SECONDS, DRAIN_SECONDS = 180.0, 120.0, 90.0
 HARDENING = (
     ("id -u; id -g", "10001\n10001", "runs as 10001:10001"),
@@ -51,15 +52,18 @@ def check(image: str, model: Path, port: int) -> None:
 
 def check_drain(port: int) -> None:
     """SIGTERM while a stream runs: it ends by itself, new requests are refused, the exit code is 0."""
-    stream = Stream(port, num_tokens=400)
+    stream = Stream(port, num_tokens=STREAM_TOKENS)
     until(lambda: stream.num_tokens > 0, ANSWER_SECONDS, "a stream runs")
     subprocess.run([*PODMAN, "kill", "--signal", "TERM", NAME], check=True, capture_output=True)
     until(lambda: post(port, {"prompt": "x", "max_tokens": 1})[0] == 503, 10.0, "SIGTERM: new requests get 503")
     seen = stream.num_tokens
-    expect(not stream.is_done, f"the stream goes on meanwhile ({seen} of 400 tokens so far)")
+    expect(not stream.is_done, f"the stream goes on meanwhile ({seen} of {STREAM_TOKENS} tokens so far)")
     expect(health_check() != 0, "the health check says that it drains")
     stream.thread.join(DRAIN_SECONDS)
-    expect(stream.is_done and stream.num_tokens == 400, f"the stream in flight finishes ({stream.num_tokens} tokens)")
+    expect(
+        stream.is_done and stream.num_tokens == STREAM_TOKENS,
+        f"the stream in flight finishes ({stream.num_tokens} tokens)",
+    )
     code = capture(*PODMAN, "wait", NAME)
     expect(code == "0", f"the exit code is 0 (is {code})")
 
