@@ -72,7 +72,7 @@ class ModelRunner:
         skipped, check_bytes = self._run_skipping(plan, result)  # first: the dense entries are those that stay
         batch, rows = build_batch(plan.scheduled, self._rule)
         hidden = self._decoder.forward(batch, self._cache)
-        counts = self._decoder.attention_counts
+        counts = None if batch.selection is None else self._decoder.attention_counts
         self._measure_prompts(rows, hidden, result)
         self._measure_replays(rows, hidden, result)
         compared = self._compare(rows, hidden, skipped)
