@@ -1,8 +1,8 @@
-"""Time attention of decode rows with and without skipping, outside the decoder, over caches larger than the processor's.
+"""Time attention of decode rows with and without skipping, outside the decoder, over caches larger than the CPU's.
 
     python benchmarks/pruned_attention.py --threads 2
-Random keys, and queries so sharp that epsilon 0.1 keeps about the share of real text. Phases are told apart by what they
-leave out: an epsilon next to 0 scans and skips nothing; recency skips without a scan.
+Random keys, and queries so sharp that epsilon 0.1 keeps about the share of real text. Phases are told apart by what
+they leave out: an epsilon next to 0 scans and skips nothing; recency skips without a scan.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--sharpness", type=float, default=2.0)
+    parser.add_argument("--sharpness", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     native.set_num_threads(options.threads)
@@ -105,9 +105,8 @@ def main() -> None:
         "scan and select, nothing skipped": lambda layer: bench.selective(layer, bench.selection(1e-12)),
         "recency at the same share": lambda layer: bench.selective(layer, bench.selection(0.1, recency)),
     }
-    print(
-        f"{native.backend_name()}, {options.threads} threads, {options.sequences} x {options.context} tokens, {share:.1%} kept"
-    )
+    work = f"{options.sequences} x {options.context} tokens, {share:.1%} kept at epsilon 0.1"
+    print(f"{native.backend_name()}, {options.threads} threads, {work}")
     for name, call in arms.items():
         seconds = best_seconds(call, options.rounds)
         per_block = seconds * 1e9 * options.threads / pairs

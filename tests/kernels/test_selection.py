@@ -1,4 +1,4 @@
-"""The choice of blocks inside the attention call: the law's rule exactly, its guards, and attention over what is left."""
+"""The choice of blocks inside the attention call: the law's rule exactly, its guards, attention over what is left."""
 
 import math
 from dataclasses import replace

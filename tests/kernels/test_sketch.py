@@ -62,7 +62,7 @@ def test_estimates_are_near_the_true_scores(bits: int) -> None:
     q = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
     found = estimated_scores(q, sketch_keys(keys, bits), 0.125)[0]
     true = torch.tensor(exact_scores(q[0].tolist(), keys.view(-1, 64).tolist()), dtype=torch.float64)
-    # Lloyd-Max leaves 0.363 of the variance with 1 bit and 0.1175 with 2; unit differences make scores of unit variance.
+    # Lloyd-Max leaves 0.363 of the variance with 1 bit, 0.1175 with 2; unit differences make scores of unit variance.
     assert (found - true).square().mean() == pytest.approx({1: 0.363, 2: 0.1175}[bits], rel=0.25)
 
 

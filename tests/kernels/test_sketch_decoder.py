@@ -1,4 +1,4 @@
-"""Skipping inside whole decoders: off is the plain engine, on it follows the torch decoder, and sketches follow blocks."""
+"""Skipping inside whole decoders: off is the plain engine, on it follows the torch decoder; sketches follow blocks."""
 
 from dataclasses import replace
 
