@@ -17,7 +17,7 @@ compile_device() {
   local targets=()
   for sm in 80 90 100 120; do targets+=(-gencode "arch=compute_$sm,code=sm_$sm"); done
   # Into a file first: two compilers' reports must not mix.
-  "${NVCC:-nvcc}" -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v "${targets[@]}" \
+  "${NVCC:-nvcc}" -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v "${targets[@]}" \
     -I "$here/include" -c "$1" -o "$objects/$(basename "$1").o" >"$objects/$(basename "$1").log" 2>&1 || local code=$?
   cat "$objects/$(basename "$1").log" >&2
   return "${code:-0}"

@@ -5,8 +5,6 @@
 namespace etserve::cuda {
 namespace {
 
-constexpr int kAhead = 4;  // tokens whose keys and values a lane loads before it needs the first
-
 struct Span {  // of positions: a sequence's own, or the window's
   int begin, end;
 };
@@ -37,14 +35,6 @@ struct Stream {
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[h][i] *= factor;
   }
-  __device__ __forceinline__ void add(int h, float score, const float (&value)[8]) {
-    if (score > maximum[h]) rescale(h, score);
-    const float weight = __expf(score - maximum[h]);
-    sum[h] += weight;
-    block_sum[h] += weight;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[h][i] += weight * value[i];
-  }
 };
 
 template <class T>
@@ -61,7 +51,7 @@ struct Heads {
 template <class T, int kHeads, int kParts>
 struct Warp {
   static constexpr int kSideBySide = kWarp / kParts, kSteps = kBlockTokens / kSideBySide;
-  static constexpr int kLoaded = kSteps < kAhead ? kSteps : kAhead;
+  static constexpr int kLoaded = kHeads > 4 || kSteps < 4 ? 2 : 4;  // keys and values on their way at once: what registers hold
   float query[kHeads][8];
   Stream<kHeads> stream;
   int part, token;  // which 8 dimensions, which of the tokens side by side
@@ -96,26 +86,57 @@ struct Warp {
         key[s] = *reinterpret_cast<const Eight<T>*>(keys + t * a.head_dim + part * 8);
         value[s] = *reinterpret_cast<const Eight<T>*>(values + t * a.head_dim + part * 8);
       }
+      float weight[kLoaded][kHeads];
 #pragma unroll
       for (int s = 0; s < kLoaded; ++s) {
         const int at = position + (first + s) * kSideBySide + token;
-        score_and_add(key[s], value[s], at >= span.begin && at < span.end);
+        score(key[s], at >= span.begin && at < span.end, weight[s]);
+      }
+      weigh(weight);
+#pragma unroll
+      for (int s = 0; s < kLoaded; ++s) add(value[s], weight[s]);
+    }
+  }
+
+  __device__ __forceinline__ void score(const Eight<T>& key, bool is_visible, float (&scores)[kHeads]) const {
+    float k[8];
+    unpack(key, k);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += query[h][i] * k[i];
+#pragma unroll
+      for (int other = kParts / 2; other > 0; other /= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
+      scores[h] = is_visible ? sum : -infinity();
+    }
+  }
+
+  // Turns scores into weights relative to the stream's maximum, which they may raise.
+  __device__ __forceinline__ void weigh(float (&scores)[kLoaded][kHeads]) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float top = scores[0][h];
+#pragma unroll
+      for (int s = 1; s < kLoaded; ++s) top = fmaxf(top, scores[s][h]);
+      if (top > stream.maximum[h]) stream.rescale(h, top);
+#pragma unroll
+      for (int s = 0; s < kLoaded; ++s) {
+        const bool is_seen = scores[s][h] > -infinity();
+        scores[s][h] = is_seen ? __expf(scores[s][h] - stream.maximum[h]) : 0.0f;
+        stream.sum[h] += scores[s][h];
+        stream.block_sum[h] += scores[s][h];
       }
     }
   }
 
-  __device__ __forceinline__ void score_and_add(const Eight<T>& key, const Eight<T>& value, bool is_visible) {
-    float k[8], v[8];
-    unpack(key, k);
+  __device__ __forceinline__ void add(const Eight<T>& value, const float (&weights)[kHeads]) {
+    float v[8];
     unpack(value, v);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      float score = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) score += query[h][i] * k[i];
-#pragma unroll
-      for (int other = kParts / 2; other > 0; other /= 2) score += __shfl_xor_sync(kAllLanes, score, other);
-      if (is_visible) stream.add(h, score, v);
+      for (int i = 0; i < 8; ++i) stream.values[h][i] += weights[h] * v[i];
     }
   }
 

@@ -79,7 +79,8 @@ using namespace etserve::cuda;
 extern "C" int etserve_cuda_rms_norm(const EtserveRmsNorm* args, void* stream) {
   if (args->rows < 0 || args->rows > kMaxGrid || args->size < 1) return kInvalidValue;
   if (args->rows == 0) return 0;
-  return with_type(args->dtype, [&]<class T>(T) {
+  return with_type(args->dtype, [&](auto element) {
+    using T = decltype(element);
     return launch(normalise<T>, dim3(static_cast<unsigned>(args->rows)), kThreads, stream, *args);
   });
 }
@@ -88,7 +89,8 @@ extern "C" int etserve_cuda_silu_mul(const EtserveSiluMul* args, void* stream) {
   const int64_t blocks = ceil_div(args->count, kThreads);
   if (args->count < 0 || blocks > kMaxGrid) return kInvalidValue;
   if (args->count == 0) return 0;
-  return with_type(args->dtype, [&]<class T>(T) {
+  return with_type(args->dtype, [&](auto element) {
+    using T = decltype(element);
     return launch(gate_up<T>, dim3(static_cast<unsigned>(blocks)), kThreads, stream, *args);
   });
 }
@@ -99,7 +101,8 @@ extern "C" int etserve_cuda_rope_and_write(const EtserveRope* args, void* stream
                         (args->q_norm == nullptr) == (args->k_norm == nullptr);
   if (!is_valid || args->tokens < 0 || args->tokens > kMaxGrid) return kInvalidValue;
   if (args->tokens == 0) return 0;
-  return with_type(args->dtype, [&]<class T>(T) {
+  return with_type(args->dtype, [&](auto element) {
+    using T = decltype(element);
     return launch(rotate<T>, dim3(static_cast<unsigned>(args->tokens)), kHeadThreads, stream, *args);
   });
 }

@@ -214,7 +214,8 @@ extern "C" int etserve_cuda_row_pass(const EtserveRowPass* args, void* stream) {
   if (args->rows == 0) return 0;
   Scratch scratch{nullptr, static_cast<Count*>(args->scratch), static_cast<int32_t>(chunks), args->k > 1 ? args->k : 1};
   scratch.moments = reinterpret_cast<Moments*>(scratch.keys + args->rows * chunks * scratch.k);
-  const int code = with_type(args->dtype, [&]<class T>(T) {
+  const int code = with_type(args->dtype, [&](auto element) {
+    using T = decltype(element);
     return launch(measure_chunk<T>, dim3(static_cast<unsigned>(args->rows * chunks)), kThreads, stream, *args, scratch);
   });
   if (code != 0) return code;

@@ -243,7 +243,8 @@ using namespace etserve::cuda;
 extern "C" int etserve_cuda_sample(const EtserveSample* args, void* stream) {
   if (args->vocab < 1 || args->vocab > kMaxVocab || args->rows < 0 || args->rows > kMaxGrid) return kInvalidValue;
   if (args->rows == 0) return 0;
-  return with_type(args->dtype, [&]<class T>(T) {
+  return with_type(args->dtype, [&](auto element) {
+    using T = decltype(element);
     return launch(draw<T>, dim3(static_cast<unsigned>(args->rows)), kThreads, stream, *args);
   });
 }
