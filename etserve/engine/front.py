@@ -74,7 +74,7 @@ class EngineFront:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
         open_request = OpenRequest(request)
-        if not self._open:
+        if not self._engine_has_work:
             self._last_step_at = self._now()
         self._open[request.request_id] = open_request
         self._idle.clear()
@@ -184,9 +184,14 @@ class EngineFront:
 
     def _seconds_without_step(self) -> float:
         """How long there has been work but no step."""
-        return self._now() - self._last_step_at if self._open else 0.0
+        return self._now() - self._last_step_at if self._engine_has_work else 0.0
 
     # --- own parts
+
+    @property
+    def _engine_has_work(self) -> bool:
+        """Also what its readers gave up before the engine took it: else their leaving would hide that it hangs."""
+        return bool(self._open or self._sent)
 
     def _check(self, request: GenerateRequest) -> None:
         if self._state != "ready" or self._info is None:

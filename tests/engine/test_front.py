@@ -234,6 +234,23 @@ def test_an_engine_that_has_work_but_does_not_step_is_not_ready() -> None:
     go(main())
 
 
+def test_readers_that_give_up_do_not_hide_an_engine_that_hangs() -> None:
+    async def main() -> None:
+        front = FakeFront()
+        for number in range(3):
+            iterator = front.generate(request(f"r{number}"))
+            front.time += 4.0
+            await iterator.aclose()
+        assert front.health().seconds_since_step == 12.0
+        assert not front.health().is_ready
+        front.step(num_accepted=3)
+        front.time += 60.0
+        assert front.health().is_ready
+        assert front.health().seconds_since_step == 0.0
+
+    go(main())
+
+
 def test_draining_refuses_and_waits() -> None:
     async def main() -> None:
         front = FakeFront()
