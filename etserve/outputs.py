@@ -68,7 +68,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, when asked for; first is None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token id that ended it
-    error_code: str | None = None  # with finish_reason "error": model_numerics, request_poisoned, engine_restarted
+    error_code: str | None = None  # with "error": model_numerics, grammar, request_poisoned, engine_restarted
     num_prompt_tokens: int = 0  # these three are filled in the last output
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared
     num_output_tokens: int = 0

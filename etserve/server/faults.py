@@ -31,6 +31,7 @@ _REASONS = {401: "unauthorized", 404: "not_found", 405: "not_found", 408: "timeo
 
 # Codes that an engine's error output may carry, and what the client reads.
 _ENGINE_ERRORS = {
+    "grammar": (400, "Nothing can follow that `response_format` allows, or its schema is too complex."),
     "model_numerics": (500, "The model produced numbers that are not finite."),
     "request_poisoned": (500, "The engine failed more than once while serving this request."),
     "engine_restarted": (503, "The engine failed and the request could not be continued. Try again."),
@@ -100,7 +101,7 @@ def fault_of_output(output: SequenceOutput) -> Fault | None:
         status, message = _ENGINE_ERRORS.get(output.error_code or "", (500, _MESSAGES[500]))
         headers = _retry_after(1.0) if status == 503 else {}
         known = output.error_code if output.error_code in _ENGINE_ERRORS else "internal_error"
-        return Fault(status, message, None, known, "internal", headers)
+        return Fault(status, message, None, known, "invalid" if status == 400 else "internal", headers)
     if output.finish_reason == "abort":
         return Fault(503, "The request was ended by the server.", None, "aborted", "unavailable", _retry_after(1.0))
     return None

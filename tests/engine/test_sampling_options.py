@@ -280,6 +280,13 @@ def test_a_schema_that_cannot_be_used_is_refused(schema: str) -> None:
     assert caught.value.param == "response_format"
 
 
+def test_a_schema_that_nothing_can_satisfy_fails_its_own_request_only() -> None:
+    grammar = Grammar(kind="json_schema", schema='{"$ref": "#"}')
+    outputs = run(make_engine(), [request("endless", PROMPTS[0], grammar=grammar), request("other", PROMPTS[0])])
+    assert (outputs["endless", 0].finish_reason, outputs["endless", 0].error_code) == ("error", "grammar")
+    assert outputs["other", 0].token_ids == run_one(make_engine(), request("other", PROMPTS[0])).token_ids
+
+
 def test_brackets_in_strings_are_no_depth() -> None:
     text = json.dumps({"type": "object", "description": "[" * 100 + '\\"' + "{" * 100})
     validate_grammar(Grammar(kind="json_schema", schema=text))

@@ -246,6 +246,8 @@ def test_an_error_of_the_engine_ends_a_whole_reply_with_its_status() -> None:
     numerics = complete(FakeEngine(fail_after=2))
     assert numerics.status_code == 500
     assert numerics.json()["error"]["code"] == "model_numerics"
+    grammar = complete(FakeEngine(fail_after=2, fail_code="grammar"))
+    assert (grammar.status_code, grammar.json()["error"]["code"]) == (400, "grammar")
     restarted = complete(FakeEngine(fail_after=2, fail_code="engine_restarted"))
     assert restarted.status_code == 503
     assert restarted.headers["retry-after"] == "1"
