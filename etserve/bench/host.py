@@ -55,6 +55,13 @@ def shares(before: CpuSnapshot | None, after: CpuSnapshot | None) -> CpuShares |
     )
 
 
+def foreign_share(before: CpuSnapshot | None, after: CpuSnapshot | None) -> float | None:
+    """Share of all cores that went to processes other than this one; None where it is not known."""
+    if before is None or after is None or after.total <= before.total:
+        return None
+    return max(0, after.busy - before.busy - (after.client - before.client)) / (after.total - before.total)
+
+
 def tree(pids: list[int], proc: Path = PROC) -> list[int]:
     """The processes and all their descendants, each once, as long as they live."""
     children: dict[int, list[int]] = {}

@@ -9,7 +9,7 @@ import typer
 
 from etserve import __version__
 from etserve.bench.commands import app as bench_app
-from etserve.cli import chat, config, doctor, generate, health, models, serve
+from etserve.cli import ablate, calibrate, chat, config, doctor, generate, health, models, serve
 from etserve.errors import ConfigError, EtserveError, ModelError, RequestError
 
 EXIT_OK = 0
@@ -32,6 +32,8 @@ app.command(name="chat")(chat.chat)
 app.command(name="models")(models.models)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="healthcheck")(health.healthcheck)
+app.command(name="calibrate")(calibrate.calibrate)
+app.command(name="ablate")(ablate.ablate)
 app.add_typer(config.app, name="config")
 app.add_typer(bench_app, name="bench")
 

@@ -1,0 +1,103 @@
+"""One call of `etserve ablate`: what was asked, progress on a terminal, and the facts that a figure needs beside it."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from etserve import __version__
+from etserve.bench.ablate import workloads as presets
+from etserve.bench.ablate.arms import SKETCH_BITS, select
+from etserve.bench.ablate.lab import Lab
+from etserve.bench.ablate.report import write_report
+from etserve.bench.ablate.run import Comparison, manifest
+from etserve.bench.ablate.store import Store
+from etserve.bench.ablate.workloads import Preset, PresetName
+from etserve.bench.errors import BenchError
+from etserve.bench.host import describe_machine
+from etserve.config import Config, ControlConfig
+
+
+def run_session(
+    settings: Config,
+    console: Console,
+    *,
+    preset: PresetName,
+    out: Path,
+    arms: str | None = None,
+    workloads: str | None = None,
+    rounds: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Run what is missing in `out`, write the report and return its path. Raises BenchError, ModelError."""
+    check_libraries()
+    chosen, base = presets.choose(preset, workloads, rounds), plain(settings.control)
+    picked = select(arms)
+    lab = Lab(settings.engine)
+    store = Store(out, manifest(lab, chosen, picked, base, seed))
+    begin = time.monotonic()
+    with _bar(console) as bar:
+        task = bar.add_task("loading", total=None)
+        comparison = Comparison(
+            lab, chosen, picked, store, base, seed, lambda what: bar.update(task, advance=1, description=what)
+        )
+        bar.update(task, total=comparison.num_pieces(), description="running")
+        found = comparison.run()
+    return write_report(found, _facts(lab, chosen, seed, time.monotonic() - begin), out)
+
+
+def plain(control: ControlConfig) -> ControlConfig:
+    """The settings with everything off: gains and calibrated entropies stay, for the arms to switch on."""
+    return msgspec.structs.replace(
+        control, temperature_mode="off", priority_mode="fcfs", pruning="off", prune_selector="sketch", prune_share=1.0
+    )
+
+
+def check_libraries() -> None:
+    """Raise BenchError unless what the report needs is installed: better now than after an hour."""
+    try:
+        import matplotlib  # noqa: F401
+        import rouge_score  # noqa: F401
+        import sacrebleu  # noqa: F401
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise BenchError(f"{error.name} is missing: pip install 'etserve[bench]'") from None
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+
+
+def _facts(lab: Lab, preset: Preset, seed: int, seconds: float) -> dict[str, object]:
+    machine = describe_machine()
+    loaded = lab.loaded()
+    return {
+        "model": f"{lab.model_name}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}",
+        "machine": f"{machine['cpu']}, {machine['cores']} cores",
+        "backend": loaded.decoder.backend,
+        "etserve": f"{__version__}, commit {commit()}",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "preset": f"{preset.name}, {preset.rounds} rounds, seed {seed}, {SKETCH_BITS}-bit key sketches",
+        "run": f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {seconds / 60:.0f} min (what was there aside)",
+    }
+
+
+def commit() -> str:
+    """Of the source tree that runs, with a mark for changes; "unknown" outside a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    found = subprocess.run(
+        [git, "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"

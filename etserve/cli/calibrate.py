@@ -1,0 +1,41 @@
+"""`etserve calibrate`: what the control loop must know of a model, as a file for `--config`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from etserve.cli.options import ConfigFile, read_config, with_config_options
+from etserve.cli.serve import ModelArgument
+
+Out = Annotated[Path, typer.Option("--out", "-o", help="TOML file to write; the measurements go beside it as JSON.")]
+Temperature = Annotated[float, typer.Option(min=0.01, max=2.0, help="That requests will mostly use.")]
+Tokens = Annotated[int, typer.Option(min=64, max=65_536, help="How many tokens the model writes.")]
+ContextTokens = Annotated[int, typer.Option(min=544, max=65_536, help="Context at which epsilon is judged.")]
+
+
+@with_config_options("engine", "control")
+def calibrate(
+    model: ModelArgument = None,
+    out: Out = Path("calibration.toml"),
+    temperature: Temperature = 0.8,
+    tokens: Tokens = 2048,
+    context_tokens: ContextTokens = 1536,
+    config: ConfigFile = None,
+    *,
+    flags: dict[str, dict[str, Any]],
+) -> None:
+    """Measure entropies, the target of the thermostat, and how much attention may miss. Start with `--config FILE`."""
+    settings = read_config(config, flags, model)
+    from etserve.bench.calibrate import calibrate_model
+    from etserve.bench.calibration import write_calibration
+    from etserve.cli.local import loading
+
+    console = Console(stderr=True)
+    with loading(console, "calibrating: the model writes, then reads with blocks skipped"):
+        found = calibrate_model(
+            settings.engine, temperature=temperature, num_tokens=tokens, context_tokens=context_tokens
+        )
+    write_calibration(found, out)
+    typer.echo(str(out))

@@ -1,0 +1,178 @@
+"""Figures agree with counts by hand; a gain needs its interval, its quality and a beaten placebo."""
+
+import pytest
+
+from etserve.bench.ablate import similarity
+from etserve.bench.ablate.arms import ARMS, control_of, select, share_of_skipping_layers
+from etserve.bench.ablate.records import QualityRun
+from etserve.bench.ablate.statistics import compare, deadline, kept_share, loss, round_figures, steady_rate
+from etserve.bench.ablate.verdicts import Figures, judge, steering
+from etserve.bench.errors import BenchError
+from etserve.config import ControlConfig
+from tests.unit.ablate_helpers import quality, request, round_of, steps
+
+GOOD = {"baseline": quality("baseline", [2.0, 3.0, 4.0]), "meso": quality("meso", [2.001, 3.002, 4.003])}
+
+
+def test_figures_are_sums_and_means_of_what_happened() -> None:
+    run = round_of(request(0), request(1, due_seconds=0.5))
+    found = round_figures(run, deadline_seconds=1.75)
+    assert found["tpot_seconds"] == pytest.approx(0.5)
+    assert found["e2e_mean_seconds"] == pytest.approx(1.75)
+    assert found["tokens_per_second"] == pytest.approx(3.0)
+    assert found["goodput"] == pytest.approx(0.5)  # the first took 2 s
+    assert found["tau_per_gflop"] == pytest.approx(3.0 / 2.0)
+    assert found["tau_per_gb"] == pytest.approx(3.0 / 1.0)
+    assert found["nats_per_second"] == pytest.approx(7.0 / 2.0)
+    assert found["kv_share"] == pytest.approx((0.5 + 0.75) / 2)
+    assert found["blocks_skipped"] == 7
+    assert found["num_preempted"] == 1
+    assert found["mean_temperature"] == pytest.approx(0.8)
+
+
+def test_a_failed_request_counts_as_failed_and_never_as_fast() -> None:
+    broken = request(1, seconds=(0.1,), error="model_numerics", replay=None)
+    found = round_figures(round_of(request(0), broken))
+    assert found["num_failed"] == 1
+    assert found["e2e_mean_seconds"] == pytest.approx(2.0)
+    assert found["tokens_per_second"] == pytest.approx(1.5)
+
+
+def test_nothing_complete_gives_no_rates_instead_of_a_crash() -> None:
+    found = round_figures(round_of(request(0, error="internal")))
+    assert "tpot_seconds" not in found
+    assert found["tokens_per_second"] == 0.0
+
+
+def test_the_steady_rate_is_that_of_the_fullest_steps_and_all_between_them() -> None:
+    seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
+    both = [request(i, seconds=seconds, entropies=[1.0] * 5, tau_nats=[0.0] * 5) for i in range(2)]
+    shape = steps(
+        end_seconds=[1.0, 2.0, 3.0, 4.0, 5.0],
+        num_decode_tokens=[0, 4, 1, 4, 1],  # the third step reads somebody's prompt
+        **{name: [0] * 5 for name in ("step_seconds", "num_prefill_tokens", "flops", "bytes_read")},
+        num_blocks_skipped=[0] * 5, num_preempted=[0] * 5, num_forced=[0] * 5,
+    )  # fmt: skip
+    assert steady_rate(round_of(*both, steps=shape)) == pytest.approx(4 / 2.0)
+    assert steady_rate(round_of(steps=steps(num_decode_tokens=[0, 2, 0]))) is None
+
+
+def test_kept_share_is_of_the_steps_that_skip() -> None:
+    assert kept_share([1.0, 0.5, 0.25]) == pytest.approx(0.375)
+    assert kept_share([1.0, 1.0]) == 1.0
+
+
+def test_the_deadline_is_the_baselines_median_latency() -> None:
+    assert deadline([round_of(request(0), request(1, due_seconds=1.0), request(2, due_seconds=1.5))]) == 1.0
+    assert deadline([round_of(request(error="internal"))]) is None
+
+
+def test_ratios_are_paired_by_round_and_a_constant_ratio_has_a_closed_interval() -> None:
+    by = [{"x": float(value)} for value in (1, 2, 4, 8)]
+    of = [{"x": 1.5 * each["x"]} for each in by]
+    found = compare(of, by, "x")
+    assert found is not None
+    assert (found.value, found.low, found.high) == (1.5, 1.5, 1.5)
+    assert compare(of, [{}] * 4, "x") is None
+
+
+def test_loss_is_relative_and_its_interval_holds_it() -> None:
+    found = loss(quality("a", [2.02, 3.06, 4.0]), quality("b", [2.0, 3.0, 4.0]))
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.value == pytest.approx(9.08 / 9.0 - 1.0)
+    assert found.low <= found.value <= found.high
+    assert loss(quality("a", []), quality("b", [])) is None
+
+
+def test_equal_scores_lose_exactly_nothing() -> None:
+    found = loss(GOOD["baseline"], GOOD["baseline"])
+    assert found is not None
+    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
+
+
+def faster(factor: float) -> list[dict[str, float]]:
+    return [{"tokens_per_second": factor * base} for base in (10.0, 11.0, 12.0, 13.0, 14.0)]
+
+
+FIGURES = {"baseline": faster(1.0), "meso": faster(1.5), "random-blocks": faster(1.5)}
+BAD_PLACEBO = {**GOOD, "random-blocks": quality("random-blocks", [2.2, 3.3, 4.5])}
+
+
+def test_a_gain_is_clear_of_one_keeps_quality_and_loses_less_than_its_placebo() -> None:
+    (verdict,) = judge("w", FIGURES, BAD_PLACEBO)
+    assert verdict.is_gain
+    assert verdict.ratio.value == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("figures", "scores", "reason"),
+    [
+        ({**FIGURES, "meso": faster(1.0)}, BAD_PLACEBO, "holds 1.00"),
+        ({**FIGURES, "meso": faster(0.5)}, BAD_PLACEBO, "wrong side"),
+        ({name: rounds[:2] for name, rounds in FIGURES.items()}, BAD_PLACEBO, "too few rounds"),
+        (FIGURES, {**BAD_PLACEBO, "meso": quality("meso", [2.1, 3.1, 4.1])}, "above 1%"),
+        (FIGURES, {**BAD_PLACEBO, "random-blocks": GOOD["meso"]}, "not better than random-blocks"),
+        ({"baseline": FIGURES["baseline"], "meso": FIGURES["meso"]}, GOOD, "no placebo"),
+        (FIGURES, {"baseline": GOOD["baseline"]}, "not measured"),
+    ],
+)
+def test_what_is_no_gain_says_why(figures: Figures, scores: dict[str, QualityRun], reason: str) -> None:
+    (verdict,) = judge("w", figures, scores)
+    assert not verdict.is_gain
+    assert reason in verdict.reason
+
+
+def test_an_arm_that_skips_nothing_beats_its_placebo_at_the_figure_itself() -> None:
+    figures = {"baseline": faster(1.0), "macro": faster(1.5), "random-priority": faster(1.2)}
+    assert judge("w", figures, {})[0].is_gain
+    figures["random-priority"] = faster(1.6)
+    assert "random-priority" in judge("w", figures, {})[0].reason
+
+
+def test_steering_is_judged_by_loss_against_a_constant_epsilon() -> None:
+    scores = {"meso": quality("meso", [2.0, 3.0, 4.0]), "constant-epsilon": quality("c", [2.1, 3.1, 4.1])}
+    found = steering(scores)
+    assert found is not None
+    assert found.value < 0.0
+    assert steering({}) is None
+
+
+def test_placebos_take_their_measure_from_their_law() -> None:
+    base = ControlConfig(mean_entropy_nats=2.0)
+    assert control_of(ARMS["fixed-temperature"], base, 0.7).fixed_temperature == 0.7
+    assert control_of(ARMS["random-blocks"], base, 0.5, num_layers=4).prune_share == 0.01  # two dense layers are half
+    assert control_of(ARMS["random-blocks"], base, 0.75, num_layers=4).prune_share == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="kept_share"):
+        control_of(ARMS["recent-blocks"], base)
+
+
+def test_a_share_counts_the_dense_layers() -> None:
+    assert share_of_skipping_layers(0.4, dense_layers=2, num_layers=30) == pytest.approx((12 - 2) / 28)
+    assert share_of_skipping_layers(1.0, 2, 30) == 1.0
+    assert share_of_skipping_layers(0.5, 2, 2) == 1.0
+
+
+def test_every_arm_differs_from_the_plain_engine_and_is_valid() -> None:
+    base = ControlConfig(mean_entropy_nats=2.0)
+    settings = {name: control_of(arm, base, 0.6, 4) for name, arm in ARMS.items()}
+    assert settings["baseline"] == base
+    assert len({repr(each) for each in settings.values()}) == len(ARMS)
+    assert all(arm.placebo_of is None or arm.placebo_of in ARMS for arm in ARMS.values())
+
+
+def test_choosing_arms_brings_the_baseline_and_what_a_placebo_measures_by() -> None:
+    assert [arm.name for arm in select("random-blocks")] == ["baseline", "meso", "random-blocks"]
+    assert [arm.name for arm in select(None)] == list(ARMS)
+    with pytest.raises(BenchError, match="unknown arm 'meta'"):
+        select("meta")
+
+
+def test_texts_are_compared_by_the_kept_libraries() -> None:
+    same = ["the cat sat on the mat today"]
+    assert similarity.rouge_l(same, same) == pytest.approx(1.0)
+    assert similarity.bleu(same, same) == pytest.approx(100.0)
+    assert similarity.rouge_l(["a dog ran"], same) < 0.5
+    assert similarity.repetition([[1, 2, 3, 4, 1, 2, 3, 4]]) == pytest.approx(1 / 5)
+    assert similarity.repetition([[1, 2]]) == 0.0
