@@ -14,7 +14,7 @@ from etserve.plan import Sampled
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
 from etserve.runner.measuring import RawRows, entropies
 from etserve.runner.penalties import TokenCounts, has_penalties
-from etserve.runner.steering import MIN_TEMPERATURE, SteeredRows
+from etserve.runner.steering import SteeredRows
 from etserve.sequence import Sequence
 
 Row = NDArray[np.float32]
@@ -112,7 +112,7 @@ class Sampler:
         self._reject_nonfinite(seqs, raw, drawn)
         changed = self._apply_wishes(seqs, raw, tokens, drawn)
         steered = self._steer(seqs, logits, raw, drawn, changed)
-        self._draw_random(seqs, logits, tokens, drawn)
+        self._draw_random(seqs, logits, tokens, drawn, steered)
         for index, seq in enumerate(seqs):
             if seq.seq_id in drawn.failed:
                 continue
@@ -160,11 +160,12 @@ class Sampler:
     ) -> SteeredRows:
         """Measure the rows whose temperature is steered, and take out what mirostat does not want drawn."""
         chosen = [i for i, s in enumerate(seqs) if s.control.measures_temperature and s.seq_id not in drawn.failed]
+        for index in chosen:
+            if seqs[index].params.logprobs is not None:
+                raw.keep(index)
         steered = SteeredRows(seqs, logits, chosen, raw.stats, changed)
         for index in chosen:
             if steered.cuts(seqs[index]):
-                if seqs[index].params.logprobs is not None:
-                    raw.keep(index)
                 steered.cut(index, seqs[index], raw.logits[index])
         return steered
 
@@ -194,7 +195,9 @@ class Sampler:
         return changed
 
     @staticmethod
-    def _draw_random(seqs: list[Sequence], logits: torch.Tensor, tokens: NDArray[np.int32], drawn: DrawnRows) -> None:
+    def _draw_random(
+        seqs: list[Sequence], logits: torch.Tensor, tokens: NDArray[np.int32], drawn: DrawnRows, steered: SteeredRows
+    ) -> None:
         """Overwrite the tokens of the rows that are not greedy."""
         chosen = [i for i, seq in enumerate(seqs) if not seq.params.is_greedy and seq.seq_id not in drawn.failed]
         if not chosen:
@@ -204,7 +207,7 @@ class Sampler:
         vocab = logits.shape[1]
         samples = rows.sample(
             logits if len(chosen) == len(seqs) else logits[chosen],
-            temperature=np.array([max(s.temperature, MIN_TEMPERATURE) for s in picked], np.float32),
+            temperature=np.array([steered.temperature(i, seqs[i]) for i in chosen], np.float32),
             top_k=np.array([p.top_k if p.top_k < vocab else 0 for p in params], np.int32),
             top_p=np.array([p.top_p for p in params], np.float32),
             min_p=np.array([p.min_p for p in params], np.float32),
