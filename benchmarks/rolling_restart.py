@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=160)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("--port", type=int, default=18_600, help="Of the proxy; the servers take the next two.")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -120,13 +120,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise NotMeasuredError("nginx is not installed (Debian: apt-get install nginx)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        servers = [Server(options.model, options.port + 1 + i, folder / f"server-{i}.log") for i in range(2)]
+        port, *ports = free_ports(3)
+        servers = [Server(options.model, one, folder / f"server-{one}.log") for one in ports]
         with contextlib.ExitStack() as stack:
             for server in servers:
                 stack.callback(server.stop)
                 server.start()
-            stack.enter_context(proxy(options.port, [server.port for server in servers], folder))
-            with load(options, folder / "bench.json") as bench:
+            stack.enter_context(proxy(port, ports, folder))
+            with load(options, port, folder / "bench.json") as bench:
                 restart_in_turn(servers, options.restarts, bench)
                 if bench.wait(600) != 0:
                     raise NotMeasuredError("`etserve bench serve` failed")
@@ -160,6 +161,8 @@ def proxy(port: int, upstreams: list[int], folder: Path) -> Iterator[None]:
     process = subprocess.Popen(["nginx", "-p", str(folder), "-e", f"{folder}/error.log", "-c", f"{folder}/nginx.conf"])
     try:
         wait_until(lambda: status_of(f"http://127.0.0.1:{port}/health/ready") == 200, 10.0, "nginx does not answer")
+        if process.poll() is not None:
+            raise NotMeasuredError("nginx could not be started")
         yield
     finally:
         process.send_signal(signal.SIGQUIT)
@@ -167,9 +170,9 @@ def proxy(port: int, upstreams: list[int], folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def load(options: argparse.Namespace, result: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def load(options: argparse.Namespace, port: int, result: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """`etserve bench serve` against the proxy."""
-    command = [sys.executable, "-m", "etserve", "bench", "serve", "--url", f"http://127.0.0.1:{options.port}"]
+    command = [sys.executable, "-m", "etserve", "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
     command += ["--workload", "custom", "--num-requests", str(options.num_requests), "--tokenizer", options.model]
     command += ["--concurrency", str(options.concurrency), "--prompt-tokens", "64", "--warmup", "0"]
     command += ["--output-tokens", str(options.output_tokens), "--seed", "1", "--out", str(result)]
@@ -194,6 +197,13 @@ def outcome_of(result: dict[str, Any], servers: list[Server]) -> dict[str, Any]:
         "restarts": sorted((stop for server in servers for stop in server.stops), key=lambda stop: str(stop["port"])),
         "commit": commit(),
     }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listened on a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
 
 
 def commit() -> str:

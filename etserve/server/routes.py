@@ -116,6 +116,16 @@ def _facts(
     )
 
 
+def _record(facts: ReplyFacts, reply: Reply) -> GenerationRecord:
+    return GenerationRecord(
+        operation="chat" if isinstance(reply, ChatReply) else "text_completion",
+        model_name=facts.model_name,
+        reply_id=facts.reply_id,
+        params=facts.params,
+        num_prompt_tokens=sum(map(len, facts.prompts)),
+    )
+
+
 async def _answer(request: Request, body: SamplingFields, facts: ReplyFacts, reply: Reply) -> Response:
     """Admit the prompts, all or none, and answer as the client asked."""
     state, context = _state(request), _context(request)
@@ -132,13 +142,7 @@ async def _answer(request: Request, body: SamplingFields, facts: ReplyFacts, rep
         )
         for index, prompt in enumerate(facts.prompts)
     ]
-    context.record = GenerationRecord(
-        operation="chat" if isinstance(reply, ChatReply) else "text_completion",
-        model_name=facts.model_name,
-        reply_id=facts.reply_id,
-        params=facts.params,
-        num_prompt_tokens=sum(map(len, facts.prompts)),
-    )
+    context.record = _record(facts, reply)
     generation = Generation(state.engine, requests, state.metrics, context.arrival_seconds, context.record)
     if not body.stream:
         return WholeReply(generation, reply)
