@@ -110,6 +110,42 @@ typedef struct {
 int etserve_cuda_decode_attention(const EtserveDecode* args, void* stream);
 int64_t etserve_cuda_decode_scratch_bytes(int32_t num_seqs, int32_t max_blocks, int32_t num_heads, int32_t head_dim);
 
+// Largest exact mass of each block over the heads of one layer, into that of the step so far.
+typedef struct {
+  int32_t num_seqs, max_blocks, num_heads;
+  const float* block_mass;  // [num_seqs][num_heads][max_blocks]
+  float* step_mass;         // [num_seqs][max_blocks], 0 before the first layer; NaN: unknown, and stays so
+} EtserveFoldMass;
+int etserve_cuda_fold_mass(const EtserveFoldMass* args, void* stream);
+
+// Takes a step's masses into the averages, then up to num_wanted blocks of each sequence out of its arrays.
+// Arrays [num_seqs][max_blocks] describe the blocks a sequence holds, in its first num_held entries.
+typedef struct {
+  int32_t num_seqs, max_blocks;
+  int32_t sink_blocks, recent_blocks, min_kept_blocks;  // guards: etserve/control/eviction.py, EvictionConfig
+  float mass_decay;
+  double min_kept_share;
+  float* step_mass;        // [num_seqs][max_blocks], read and set to 0
+  int32_t* block_tables;   // [num_seqs][max_blocks] block ids
+  int32_t* block_index;    // likewise: place in the whole sequence, evicted blocks counted
+  float* mass_weighted;    // likewise: MassAverage.weighted
+  float* mass_weight;      // likewise: MassAverage.weight
+  float* surprisal;        // likewise: nats, mean over the block's tokens; NaN: never measured
+  uint8_t* is_protected;   // likewise
+  int32_t* num_held;       // [num_seqs], reduced
+  const int32_t* num_sequence_blocks;  // [num_seqs], evicted ones counted
+  const int32_t* num_wanted;           // [num_seqs]
+  const int32_t* num_refs;   // [num_blocks]
+  const uint8_t* is_cached;  // [num_blocks]
+  int32_t* evicted;      // [num_seqs][max_blocks], out: ids in the order of eviction
+  int32_t* num_evicted;  // [num_seqs], out
+  int32_t* free_list;    // ids; room for all of them
+  int32_t* num_free;     // [1], raised
+  double* scratch;       // [num_seqs][max_blocks]
+  int32_t* ranks;        // [num_seqs][max_blocks], scratch
+} EtserveEvict;
+int etserve_cuda_evict(const EtserveEvict* args, void* stream);
+
 const char* etserve_cuda_error_string(int code);
 int etserve_cuda_is_emulated(void);
 void etserve_cuda_set_emulation_seed(uint64_t seed);  // order of blocks, warps and lanes; nothing on a device

@@ -82,7 +82,7 @@ class CudaKernels:
         size = self._library.etserve_cuda_row_pass_scratch_bytes(rows, vocab, k)
         scratch = logits.new_empty(size, dtype=torch.uint8)
         outputs = (*floats, *ints, top_values, top_ids, scratch)
-        self._launch(
+        self.launch(
             *("row_pass", logits, logits.data_ptr(), DTYPE_CODES[logits.dtype], k, rows, vocab, logits.stride(0)),
             *(t.data_ptr() for t in outputs),
         )
@@ -105,10 +105,10 @@ class CudaKernels:
         columns = (temperature, top_k, top_p, min_p, uniform)
         wanted = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64)
         names = ("temperature", "top_k", "top_p", "min_p", "uniform")
-        addresses = [self._check(n, t, d, (rows,)) for n, t, d in zip(names, columns, wanted, strict=True)]
+        addresses = [self.check(n, t, d, (rows,)) for n, t, d in zip(names, columns, wanted, strict=True)]
         token_ids = logits.new_empty(rows, dtype=torch.int32)
         entropy = logits.new_empty(rows, dtype=torch.float32)
-        self._launch(
+        self.launch(
             *("sample", logits, logits.data_ptr(), DTYPE_CODES[logits.dtype], rows, vocab, logits.stride(0)),
             *(*addresses, token_ids.data_ptr(), entropy.data_ptr()),
         )
@@ -118,16 +118,16 @@ class CudaKernels:
         """[M, N] and [N] of one dtype -> [M, N] in it, f32 inside."""
         rows, size = x.shape
         out = torch.empty_like(x)
-        addresses = (self._check("x", x, x.dtype, (rows, size)), self._check("weight", weight, x.dtype, (size,)))
-        self._launch("rms_norm", x, *addresses, out.data_ptr(), _code(x), rows, size, eps)
+        addresses = (self.check("x", x, x.dtype, (rows, size)), self.check("weight", weight, x.dtype, (size,)))
+        self.launch("rms_norm", x, *addresses, out.data_ptr(), _code(x), rows, size, eps)
         return out
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, of one dtype and shape, f32 inside."""
         out = torch.empty_like(gate)
         shape = tuple(gate.shape)
-        addresses = (self._check("gate", gate, gate.dtype, shape), self._check("up", up, gate.dtype, shape))
-        self._launch("silu_mul", gate, *addresses, out.data_ptr(), _code(gate), gate.numel())
+        addresses = (self.check("gate", gate, gate.dtype, shape), self.check("up", up, gate.dtype, shape))
+        self.launch("silu_mul", gate, *addresses, out.data_ptr(), _code(gate), gate.numel())
         return out
 
     def rope_and_write(
@@ -154,16 +154,16 @@ class CudaKernels:
                 f"no kernel for {num_heads} heads, {num_kv_heads} KV heads of {head_dim}, {2 * half} rotated"
             )
         width = (num_heads + 2 * num_kv_heads) * head_dim
-        qkv_address = self._check("qkv", qkv, kv.dtype, (tokens, width))
+        qkv_address = self.check("qkv", qkv, kv.dtype, (tokens, width))
         inputs = (
-            self._check("positions", positions, torch.int32, (tokens,)),
-            self._check("slots", slots, torch.int64, (tokens,)),
-            *(self._check("tables", table, torch.float32, (len(tables[0]), half)) for table in tables),
+            self.check("positions", positions, torch.int32, (tokens,)),
+            self.check("slots", slots, torch.int64, (tokens,)),
+            *(self.check("tables", table, torch.float32, (len(tables[0]), half)) for table in tables),
         )
-        norms = [self._check("head_norms", norm, kv.dtype, (head_dim,)) for norm in head_norms or ()] or [0, 0]
-        kv_address = self._check("kv", kv, kv.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
+        norms = [self.check("head_norms", norm, kv.dtype, (head_dim,)) for norm in head_norms or ()] or [0, 0]
+        kv_address = self.check("kv", kv, kv.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
         q = qkv.new_empty(tokens, num_heads, head_dim)
-        self._launch(
+        self.launch(
             *("rope_and_write", qkv, qkv_address, _code(kv), num_heads, num_kv_heads, head_dim, 2 * half, tokens),
             *(*inputs, *norms, eps, q.data_ptr(), kv_address),
         )
@@ -196,12 +196,12 @@ class CudaKernels:
             raise ValueError(f"no kernel for {q.dtype} heads of {head_dim}")
         if num_kv_heads == 0 or num_heads % num_kv_heads or window < 0:
             raise ValueError(f"no kernel for {num_heads} heads, {num_kv_heads} KV heads, window {window}")
-        q_address = self._check("q", q, q.dtype, (num_seqs, num_heads, head_dim))
+        q_address = self.check("q", q, q.dtype, (num_seqs, num_heads, head_dim))
         out = torch.empty_like(q)
-        kv_address = self._check("kv", kv, q.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
+        kv_address = self.check("kv", kv, q.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
         batch = (
-            self._check("block_tables", block_tables, torch.int32, (num_seqs, max_blocks)),
-            self._check("context_lens", context_lens, torch.int32, (num_seqs,)),
+            self.check("block_tables", block_tables, torch.int32, (num_seqs, max_blocks)),
+            self.check("context_lens", context_lens, torch.int32, (num_seqs,)),
         )
         shape = (num_seqs, num_heads, max_blocks)
         mass = q.new_empty(shape, dtype=torch.float32) if want_block_mass else None
@@ -210,12 +210,12 @@ class CudaKernels:
         scratch = q.new_empty(size, dtype=torch.uint8)
         sizes = (num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, window)
         outputs = (0 if mass is None else mass.data_ptr(), log_sum_exp.data_ptr(), scratch.data_ptr())
-        self._launch(
+        self.launch(
             *("decode_attention", q, q_address, out.data_ptr(), kv_address, _code(q), *sizes, scale, *batch, *outputs)
         )
         return DecodeOutput(out, log_sum_exp, mass)
 
-    def _launch(self, name: str, near: torch.Tensor, *fields: float) -> None:
+    def launch(self, name: str, near: torch.Tensor, *fields: float) -> None:
         """Launch on the current stream of the device that `near` lies on."""
         launcher = getattr(self._library, f"etserve_cuda_{name}")
         arguments = ctypes.byref(cuda_abi.LAUNCHERS[name](*fields))
@@ -235,7 +235,8 @@ class CudaKernels:
             raise ValueError(f"logits must be contiguous rows of 1 .. {MAX_VOCAB}, got {list(logits.shape)}")
         return rows, vocab
 
-    def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    def check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the address of a contiguous tensor on the library's kind of device. Raises ValueError otherwise."""
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"

@@ -1,7 +1,7 @@
 """The C ABI of the CUDA kernels (csrc/include/etserve_cuda.h) in ctypes, field by field. Knows no torch."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 
@@ -51,6 +51,26 @@ class Decode(ctypes.Structure):
     )
 
 
+class FoldMass(ctypes.Structure):
+    _fields_ = (
+        *(("num_seqs", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32)),
+        *(("block_mass", c_void_p), ("step_mass", c_void_p)),
+    )
+
+
+class Evict(ctypes.Structure):
+    _fields_ = (
+        *(("num_seqs", c_int32), ("max_blocks", c_int32), ("sink_blocks", c_int32), ("recent_blocks", c_int32)),
+        *(("min_kept_blocks", c_int32), ("mass_decay", c_float), ("min_kept_share", c_double)),
+        *(("step_mass", c_void_p), ("block_tables", c_void_p), ("block_index", c_void_p)),
+        *(("mass_weighted", c_void_p), ("mass_weight", c_void_p), ("surprisal", c_void_p)),
+        *(("is_protected", c_void_p), ("num_held", c_void_p), ("num_sequence_blocks", c_void_p)),
+        *(("num_wanted", c_void_p), ("num_refs", c_void_p), ("is_cached", c_void_p), ("evicted", c_void_p)),
+        *(("num_evicted", c_void_p), ("free_list", c_void_p), ("num_free", c_void_p)),
+        *(("scratch", c_void_p), ("ranks", c_void_p)),
+    )
+
+
 LAUNCHERS: dict[str, type[ctypes.Structure]] = {
     "row_pass": RowPass,
     "sample": Sample,
@@ -58,6 +78,8 @@ LAUNCHERS: dict[str, type[ctypes.Structure]] = {
     "silu_mul": SiluMul,
     "rope_and_write": Rope,
     "decode_attention": Decode,
+    "fold_mass": FoldMass,
+    "evict": Evict,
 }
 
 
