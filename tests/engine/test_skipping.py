@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from etserve.config import ControlConfig
+from etserve.config import ControlConfig, load_config
 from etserve.control import pruning
 from etserve.control.cost import step_flops, step_kv_bytes
 from etserve.control.pruning import PruningState
@@ -207,3 +209,23 @@ def test_the_torch_reference_skips_by_the_same_law() -> None:
     torch = run_one(engine_of("torch", epsilon=0.3), long_request(max_tokens=12))
     assert torch.token_ids == native.token_ids
     assert kept(torch) == pytest.approx(kept(native), abs=0.05)
+
+
+@pytest.mark.parametrize("arm", ["entropic", "paper"])
+def test_the_shipped_arms_run_with_all_scales_on(arm: str) -> None:
+    shipped = load_config(Path(__file__).parents[2] / "configs" / f"{arm}.toml", environment={}).engine
+    loaded = load_unit("auto", "float32", shipped.pruning_sketch_bits)
+    control = msgspec.structs.replace(shipped.control, target_entropy_nats=1.0)  # bytes are surer than words
+    engine = make_engine(
+        loaded,
+        pruning_sketch_bits=shipped.pruning_sketch_bits,
+        control=control,
+        max_model_len=1600,
+        max_step_tokens=64,
+    )
+    wanted = [long_request(f"r{i}", LONG[i:], seed=i, max_tokens=60) for i in range(3)]
+    found = run(engine, wanted)
+    for output in found.values():
+        assert len(output.token_ids) == 60
+        assert min(kept(output)) < 1.0
+        assert len({entry.temperature for entry in output.entropies}) > 1

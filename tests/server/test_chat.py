@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fakes import JSON_TEXT, FakeEngine
+from tests.fakes import JSON_TEXT, FakeEngine, fake_model_info
 from tests.server.helpers import TOKENIZER, call, chat, events
 
 
@@ -161,3 +161,21 @@ def test_the_prompt_too_long_message_names_both_numbers() -> None:
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "messages"
     assert "2048" in error["message"]
+
+
+def test_where_the_model_can_skip_the_engine_learns_which_tokens_are_the_systems() -> None:
+    messages = [{"role": "system", "content": "Speak in riddles only."}, {"role": "user", "content": "hi"}]
+
+    def spans(bits: int, **entropic: object) -> tuple[tuple[int, int], ...]:
+        engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=bits))
+        assert chat(engine, messages=messages, entropic=entropic).status_code == 200
+        prompt, found = engine.seen[0].prompt_token_ids, engine.seen[0].params.entropic.protected_spans
+        for start, end in found:
+            assert "riddles" in TOKENIZER.decode(prompt[start:end], skip_special_tokens=False)
+        return found
+
+    assert len(spans(2)) == 1  # the server's own setting may ask for them
+    assert len(spans(2, kv_protect=True, pruning="on")) == 1
+    assert spans(2, kv_protect=False) == ()
+    assert spans(2, pruning="off") == ()
+    assert spans(0) == ()
