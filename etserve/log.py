@@ -7,6 +7,7 @@ import time
 from typing import Any, TextIO
 
 _ROOT = "etserve"
+_EVENT_LOOP = "asyncio"  # what it says goes the same way, its errors only: it warns of each write to a client that left
 
 
 class _JsonFormatter(logging.Formatter):
@@ -17,13 +18,19 @@ class _JsonFormatter(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": _event(record),
         }
         entry.update(getattr(record, "facts", {}))
         if record.exc_info and record.exc_info[0] is not None:
             entry["error"] = record.exc_info[0].__name__
             entry["traceback"] = _frames(record.exc_info[2])
         return json.dumps(entry, ensure_ascii=True, default=str)
+
+
+def _event(record: logging.LogRecord) -> str:
+    """The event loop's first line only: below it stands the exception, message included."""
+    text = record.getMessage()
+    return text if record.name.startswith(_ROOT) else text.partition("\n")[0]
 
 
 def _frames(trace: Any) -> list[str]:
@@ -47,12 +54,13 @@ class _QuietStreamHandler(logging.StreamHandler[TextIO]):
 
 def configure(level: str = "info", stream: TextIO | None = None) -> None:
     """Send everything logged below "etserve" to `stream` (standard error), once, at `level` and above."""
-    logger = logging.getLogger(_ROOT)
     handler = _QuietStreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter())
-    logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    for name, least in ((_ROOT, level.upper()), (_EVENT_LOOP, "ERROR")):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(least)
+        logger.propagate = False
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -17,10 +17,11 @@ def stream() -> io.StringIO:
 
 @pytest.fixture(autouse=True)
 def _restore() -> object:
-    logger = logging.getLogger("etserve")
-    before = (logger.handlers[:], logger.level, logger.propagate)
+    loggers = [logging.getLogger(name) for name in ("etserve", "asyncio")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
-    logger.handlers[:], logger.level, logger.propagate = before[0], before[1], before[2]
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
@@ -45,6 +46,15 @@ def test_an_exception_is_logged_by_place_and_type_without_its_message(stream: io
     assert entry["error"] == "ValueError"
     assert "test_log.py" in str(entry["traceback"])
     assert "client wrote" not in stream.getvalue()
+
+
+def test_the_event_loops_errors_are_json_too_and_tell_no_message(stream: io.StringIO) -> None:
+    log.configure("info", stream)
+    logger = logging.getLogger("asyncio")
+    logger.warning("socket.send() raised exception.")
+    logger.error("Task exception was never retrieved\nfuture: <Task exception=ValueError('what the client wrote')>")
+    (entry,) = lines(stream)
+    assert (entry["event"], entry["logger"]) == ("Task exception was never retrieved", "asyncio")
 
 
 def test_below_the_level_nothing_is_written_and_configuring_twice_writes_once(stream: io.StringIO) -> None:
