@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -76,8 +77,10 @@ class EngineProcess:
                 return messages
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        # Not by the process object: it polls first, which may take the exit code away from the event loop's watcher.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     async def end(self, patience_seconds: float) -> int:
         """Wait for the process, then kill it; return its exit code. No zombie is left."""

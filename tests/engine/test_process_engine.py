@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from etserve.engine.child import EngineProcess
 from etserve.engine.process import ProcessEngine
 from etserve.engine.streams import merge
 from etserve.errors import ConfigError, EngineUnavailableError, ModelError, RequestError
@@ -336,6 +337,16 @@ def spawn_worker() -> tuple[subprocess.Popen[bytes], socket.socket]:
             stderr=subprocess.DEVNULL,
         )
     return process, ours
+
+
+def test_killing_twice_does_not_lose_the_exit_code() -> None:
+    async def main() -> None:
+        process = await EngineProcess.spawn()
+        for _ in range(2000):
+            process.kill()
+        assert await process.end(5.0) == -signal.SIGKILL
+
+    asyncio.run(main())
 
 
 def test_an_engine_process_whose_parent_is_gone_ends() -> None:
