@@ -158,6 +158,20 @@ def test_mirostat_draws_nothing_that_surprises_it_more_than_its_limit() -> None:
     assert sum(surprises) < sum(-entry.logprob for entry in plain.logprobs)
 
 
+@pytest.mark.parametrize("mode", ["two_sided", "mirostat"])
+def test_log_probabilities_and_entropies_stay_those_of_the_raw_logits(mode: str) -> None:
+    """Rows are scaled and cut in place for the draw; what is told of the model is what it said."""
+    options = EntropicParams(temperature_mode=mode, target_entropy_nats=1.0)  # type: ignore[arg-type]
+    wanted = sampled(temperature=0.7, logprobs=2, logit_bias={101: 1.5}, entropic=options, max_tokens=30)
+    output = run(make_engine(), [sampled("other", PROMPTS[1], 30), wanted])["a", 0]
+    prompt = wanted.prompt_token_ids
+    rows = reference_logits([*prompt, *output.token_ids])[len(prompt) - 1 : -1].log_softmax(-1)
+    for row, entry, token in zip(rows.tolist(), output.logprobs, output.entropies, strict=True):
+        assert entry.logprob == pytest.approx(row[entry.token_id], abs=2e-3)
+        assert entry.top_logprobs == pytest.approx(sorted(row, reverse=True)[:2], abs=2e-3)
+        assert token.entropy_nats == pytest.approx(entropy.measure(row).entropy_nats, abs=2e-3)
+
+
 def test_greedy_bypasses_every_mode_and_is_measured() -> None:
     plain = run_one(engine_of(), request("a", PROMPTS[0], trace="tokens"))
     for mode in ("cool", "edt", "mirostat"):
