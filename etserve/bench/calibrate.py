@@ -141,7 +141,7 @@ def measure_epsilons(
 def measure_risks(
     decoder: Decoder, texts: Sequence[ScoredText], control: ControlConfig, num_bins: int = 8
 ) -> list[RiskBin]:
-    """Expected KL(dense || skipped) by entropy: every step is run both ways, as at the watchdog's checks."""
+    """Expected KL(dense || skipped) by entropy: every second step is run both ways, a watchdog's check."""
     law = msgspec.structs.replace(
         control, pruning="on", epsilon_swing=0.0, watchdog_steps=1, watchdog_divergence_nats=20.0
     )

@@ -16,6 +16,7 @@ from etserve.bench.errors import BenchError
 
 matplotlib.use("Agg")
 _MAX_BINS = 12
+_MARKERS = "osD^v"  # arms often lie on top of each other
 
 
 def draw_clock(rounds: dict[str, list[RoundRun]], path: Path) -> None:
@@ -56,25 +57,41 @@ def draw_ratios(figures: Figures, path: Path) -> None:
 
 
 def draw_kept(quality: dict[str, QualityRun], path: Path) -> None:
-    """Share of blocks read over the step's own entropy, and what each arm loses over what it reads."""
+    """Share of blocks read over the step's own entropy, and what each arm but the baseline loses over what it reads."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     kept, lost = figure.subplots(1, 2)
     for index, (name, run) in enumerate((n, q) for n, q in quality.items() if n != BASELINE):
         entropies = [value for each in run.entropies for value in each]
         shares = [value for each in run.kept_fractions for value in each]
-        kept.plot(*binned(entropies, shares), "o-", label=name, color=f"C{index}", markersize=3, linewidth=1)
+        kept.plot(
+            *binned(entropies, shares),
+            label=name,
+            color=f"C{index}",
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=4,
+            linewidth=1,
+        )
         found = loss(run, quality[BASELINE])
         if found is not None:
             errors = None
             if found.low is not None and found.high is not None:
                 errors = [[max(0.0, found.value - found.low) * 100], [max(0.0, found.high - found.value) * 100]]
-            lost.errorbar(kept_share(shares) * 100, found.value * 100, errors, fmt="o", color=f"C{index}", label=name)
+            lost.errorbar(
+                kept_share(shares) * 100,
+                found.value * 100,
+                errors,
+                fmt=_MARKERS[index % len(_MARKERS)],
+                color=f"C{index}",
+                label=name,
+                fillstyle="none",
+            )
     lost.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     _dress(kept, "Blocks read, by entropy", "H of the step, nats", "share")
     _dress(lost, "Quality, by what steps that skip read", "blocks read, %", "ΔNLL, % (dashed: the limit)")
     lost.set_ylim(auto=True)
     lost.margins(0.15)
-    lost.legend(fontsize="small")
+    if len(quality) > 1:
+        lost.legend(fontsize="small")
     _save(figure, path)
 
 

@@ -44,7 +44,7 @@ def quality_texts(plan: QualityPlan, encoder: Encoder, max_model_len: int) -> Qu
     room = max_model_len - 1
     scored = min(plan.scored_tokens, max(1, room // 4))
     prefix = min(plan.prefix_tokens, room - scored)
-    needle_tokens = min(plan.needle_tokens, room - 64)
+    needle_tokens = min(plan.needle_tokens, room)
     return QualityTexts(
         documents=list(_documents(encoder, plan.num_documents, prefix, scored)),
         cloze=list(_cloze(encoder, plan.num_cloze, prefix, room)),
@@ -77,13 +77,14 @@ def _needle(encoder: Encoder, index: int, count: int, num_tokens: int) -> Scored
     """A sentence at a depth that moves through the text with `index`, asked for at the end."""
     generator = np.random.default_rng((0x4EED, index))
     name, word = _NAMES[index % len(_NAMES)], _WORDS[int(generator.integers(len(_WORDS)))]
-    novel = _novel()
-    start = novel.index(". ", int(generator.integers(0, len(novel) // 2))) + 2
-    hay = encoder.encode(novel[start : start + 8 * num_tokens], False)[:num_tokens]
-    depth = int((index + 0.5) / count * 0.8 * len(hay)) + len(hay) // 20
     needle = encoder.encode(_NEEDLE.format(name=name, word=word), False)
     question = encoder.encode(_QUESTION.format(name=name), False)
     answer = encoder.encode(f" {word}", False)
+    room = max(1, num_tokens - len(needle) - len(question) - len(answer))
+    novel = _novel()
+    start = novel.index(". ", int(generator.integers(0, len(novel) // 2))) + 2
+    hay = encoder.encode(novel[start : start + 8 * room], False)[:room]
+    depth = int((index + 0.5) / count * 0.8 * len(hay)) + len(hay) // 20
     context = [*hay[:depth], *needle, *hay[depth:], *question]
     return ScoredText([*context, *answer], len(context))
 
