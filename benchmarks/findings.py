@@ -2,7 +2,7 @@
 
     python benchmarks/findings.py --output benchmarks/findings.md
 Parts of a novel are read densely up to a prefix; the tokens behind it are fed one at a time (decode rows,
-teacher-forced), once per arm, through the native decoder. Every arm is compared with dense attention of the same tokens.
+teacher-forced), once per arm, through the native decoder. Every arm is compared with dense attention of the same text.
 """
 
 import argparse
@@ -112,7 +112,7 @@ class Bed:
 
 
 def measure(bed: Bed, arms: Sequence[Arm], first_branch: int, dense: list[torch.Tensor]) -> list[Score]:
-    """Score arms of one rule, all in one batch. `dense`: log-probabilities by step; if empty, the first arm fills it."""
+    """Score arms of one rule in one batch. `dense`: log-probabilities by step; the first arm fills it if empty."""
     count, scores = len(bed.documents), [Score() for _ in arms]
     epsilon = np.repeat(np.array([arm.epsilon for arm in arms], np.float32), count)
     branches = range(first_branch, first_branch + len(arms))

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kScanRows = 4;  // query heads that share each expanded code
 constexpr int kMaxScanDim = 256;
-constexpr int kAhead = 6;  // blocks between a fetch and its use
+constexpr int kAhead = kChunkBlocks;  // blocks between a fetch and its use: the means of a whole chunk are read first
 
 // What the scan knows of one query head, `scale` taken in.
 template <class Dot>
