@@ -202,7 +202,7 @@ __device__ bool find_maximum(Row<T>& row) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) draw(EtserveSample a) {
+__global__ void __launch_bounds__(kThreads, 1) draw(EtserveSample a) {
   ETSERVE_SHARED(Count, histogram, kBins);
   ETSERVE_SHARED(Count, masses, kThreads);
   const int64_t r = blockIdx.x;
