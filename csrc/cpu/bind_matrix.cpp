@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "quant.h"
 
 namespace nb = nanobind;
 using namespace etserve::cpu;
@@ -25,10 +26,13 @@ DType to_dtype(int code) {
   return static_cast<DType>(code);
 }
 
-PackedMatrix make_matrix(int type, int64_t n, int64_t k, bool paired, uintptr_t data, uintptr_t bias) {
+PackedMatrix make_matrix(int type, int64_t n, int64_t k, bool paired, uintptr_t data, uintptr_t bias, int input) {
   if (n < 1 || k < 1) throw std::invalid_argument("a packed matrix needs n and k of at least 1");
   PackedMatrix m;
-  m.type = to_dtype(type);
+  m.type = type > 2 && type <= 5 ? static_cast<DType>(type) : to_dtype(type);
+  m.input = to_dtype(input);
+  if (is_quantised(m.type) && k % kQuantBlock) throw std::invalid_argument("quantised weights need k in blocks of 32");
+  if (m.input == DType::f16) throw std::invalid_argument("activations are f32 or bf16");
   m.n = n;
   m.k = k;
   m.paired = paired;
@@ -45,7 +49,7 @@ void pack(const PackedMatrix& m, uintptr_t rows, int64_t count, int64_t first, i
   global_pool().run([&](Team& team) {
     int64_t begin, end;
     team.split(count, 1, &begin, &end);
-    pack_rows(m, to, from + begin * m.k * m.element_size(), end - begin, first + begin, half);
+    pack_rows(m, to, from + begin * m.row_bytes(), end - begin, first + begin, half);
   });
 }
 
@@ -59,6 +63,11 @@ void run_matmul(uintptr_t x, int64_t rows, const PackedMatrix& w, int epilogue, 
     args.x_stride = w.padded_k();
     rounded.resize(static_cast<size_t>(rows * args.x_stride));
     args.x = rounded.data();
+  }
+  std::vector<char> scratch;
+  if (is_quantised(w.type)) {
+    scratch.resize(static_cast<size_t>(quant_scratch_bytes(rows, w.k, global_pool().size()) + 64));
+    args.scratch = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
   }
   global_pool().run([&](Team& team) {
     if (!rounded.empty()) {
@@ -160,7 +169,7 @@ void bind_matrix(nb::module_& m) {
       .def_ro("paired", &PackedMatrix::paired)
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes);
   m.def("make_matrix", &make_matrix, nb::arg("type"), nb::arg("n"), nb::arg("k"), nb::arg("paired"), nb::arg("data"),
-        nb::arg("bias"));
+        nb::arg("bias"), nb::arg("input") = 0);
   m.def("pack_rows", &pack, nb::arg("matrix"), nb::arg("rows"), nb::arg("count"), nb::arg("first"), nb::arg("half"),
         Nogil());
   m.def("unpack_row", [](const PackedMatrix& w, int64_t row, uintptr_t out) {

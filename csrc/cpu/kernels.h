@@ -13,7 +13,7 @@
 
 namespace etserve::cpu {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5 };  // from q8_0 on: weights only
 
 constexpr int kBlockSize = 16;
 constexpr int kPartitionTokens = 512;  // attention reduces in partitions of this many positions, whatever the batch

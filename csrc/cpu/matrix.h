@@ -7,6 +7,9 @@
 // N is padded to 16 and (bf16) K to 2 with zeros. A paired matrix holds two of the same shape, panel by panel in turn
 // (gate, up, gate, up, ...), so that one tile has both halves of silu(gate) * up.
 //
+//   q8_0, q4_0, q4_1   see quant.h: 8 or 4 bits a weight, a scale (and a minimum) for 32 along K; activations are f32 or
+//                      bf16, rounded to 8 bits on the way
+//
 // Every output is one chain of multiply-adds over ascending k, whatever M, the tile or the thread: a row's result does
 // not depend on its batch.
 #pragma once
@@ -19,6 +22,9 @@ namespace etserve::cpu {
 constexpr int kPanel = 16;
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+inline bool is_quantised(DType type) { return type >= DType::q8_0; }
+inline int64_t quant_record_bytes(DType type) { return type == DType::q8_0 ? 1088 : type == DType::q4_0 ? 576 : 640; }
+inline int64_t quant_block_bytes(DType type) { return type == DType::q8_0 ? 34 : type == DType::q4_0 ? 18 : 20; }
 
 struct PackedMatrix {
   const void* data = nullptr;
@@ -26,12 +32,17 @@ struct PackedMatrix {
   int64_t n = 0, k = 0;         // outputs (of one half, if paired) and inputs
   bool paired = false;
   const float* bias = nullptr;  // null, or [n] f32 ([2][n], gate then up, if paired)
+  DType input = DType::f32;     // of the activations, f32 or bf16, where the weights are quantised
 
-  DType activation() const { return type == DType::bf16 ? DType::bf16 : DType::f32; }
-  int64_t padded_k() const { return type == DType::bf16 ? round_up(k, 2) : k; }
+  DType activation() const { return is_quantised(type) ? input : type == DType::bf16 ? DType::bf16 : DType::f32; }
+  int64_t padded_k() const { return round_up(k, is_quantised(type) ? 64 : type == DType::bf16 ? 2 : 1); }
   int64_t num_panels() const { return (n + kPanel - 1) / kPanel * (paired ? 2 : 1); }
-  int64_t element_size() const { return type == DType::f32 ? 4 : 2; }
-  int64_t num_bytes() const { return num_panels() * kPanel * padded_k() * element_size(); }
+  int64_t element_size() const { return type == DType::f32 ? 4 : 2; }  // of types that are not quantised
+  int64_t panel_bytes() const {
+    return is_quantised(type) ? padded_k() / 64 * quant_record_bytes(type) : kPanel * padded_k() * element_size();
+  }
+  int64_t num_bytes() const { return num_panels() * panel_bytes(); }
+  int64_t row_bytes() const { return is_quantised(type) ? k / 32 * quant_block_bytes(type) : k * element_size(); }
 };
 
 enum class Epilogue : int {
@@ -47,6 +58,7 @@ struct MatmulArgs {
   Epilogue epilogue;
   void* out;  // [m][out_stride]
   int64_t out_stride;
+  void* scratch = nullptr;  // quant_scratch_bytes(m, w.k, team size) for quantised weights, aligned to 64
 };
 
 struct NormArgs {
@@ -107,7 +119,7 @@ constexpr int kDotChains = 12;  // independent accumulators: covers the latency 
 inline double dot_flops(DType type) { return kDotChains * 16.0 * 2.0 * (type == DType::bf16 ? 2.0 : 1.0); }
 
 // Copy `rows` rows of a row-major [rows][k] matrix into a packed one, from its row `first` on; `half` 1 is the second
-// matrix of a pair. The destination starts zeroed.
+// matrix of a pair. The destination starts zeroed. Quantised rows are ggml's blocks, row_bytes() a row.
 void pack_rows(const PackedMatrix& packed, void* data, const void* rows_data, int64_t rows, int64_t first, int half);
 
 // One row of an (unpaired) packed matrix, as f32.

@@ -1,5 +1,6 @@
 #include "convert.h"
 #include "matrix.h"
+#include "quant.h"
 
 namespace etserve::cpu {
 namespace {
@@ -30,13 +31,16 @@ void copy_rows(const PackedMatrix& m, T* data, const T* from, int64_t rows, int6
 }  // namespace
 
 void pack_rows(const PackedMatrix& m, void* data, const void* rows_data, int64_t rows, int64_t first, int half) {
-  if (m.element_size() == 4)
+  if (is_quantised(m.type))
+    pack_quantised_rows(m, data, rows_data, rows, first, half);
+  else if (m.element_size() == 4)
     copy_rows(m, static_cast<uint32_t*>(data), static_cast<const uint32_t*>(rows_data), rows, first, half);
   else
     copy_rows(m, static_cast<uint16_t*>(data), static_cast<const uint16_t*>(rows_data), rows, first, half);
 }
 
 void unpack_row(const PackedMatrix& m, int64_t row, float* out) {
+  if (is_quantised(m.type)) return unpack_quantised_row(m, row, out);
   for (int64_t c = 0; c < m.k; ++c) {
     const int64_t at = packed_index(m, row, c, 0);
     if (m.type == DType::f32)

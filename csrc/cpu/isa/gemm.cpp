@@ -1,6 +1,5 @@
 // y = x W^T over packed weights. See matrix.h for the layout and the promise about the order of reduction.
-#include "matrix.h"
-#include "vec16.h"
+#include "epilogue.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
@@ -8,13 +7,6 @@ namespace {
 // While a group of panels is multiplied, the next group is fetched into L2, line by line in the same rhythm; if a group
 // is so large that it would push itself out, only so far ahead.
 constexpr int64_t kMaxGroupBytes = 256 << 10, kNearBytes = 4096;
-
-struct Tile {
-  const MatmulArgs* args;
-  const char* w;         // the first panel of the tile
-  int64_t panel_bytes;
-  int64_t row, panel;    // of the tile's corner
-};
 
 // One multiply-add step along k: how weights are loaded, activations broadcast and both combined.
 struct Bf16Step {
@@ -41,58 +33,6 @@ struct F16Step : F32Step {
   static constexpr int kBytes = 32;
   ETSERVE_INLINE W load(const char* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
 };
-
-ETSERVE_INLINE Vec add_bias(Vec y, const float* bias, int64_t column, int64_t count) {
-  if (!bias) return y;
-  return vec_add(y, count == kPanel ? vec_load(bias + column) : vec_load_part(bias + column, count));
-}
-
-void write_f32(const MatmulArgs& a, int64_t row, int64_t panel, const float* sums) {
-  const int64_t column = panel * kPanel;
-  const int64_t count = a.w.n - column < kPanel ? a.w.n - column : kPanel;
-  float* out = static_cast<float*>(a.out) + row * a.out_stride + column;
-  const Vec y = add_bias(vec_load(sums), a.w.bias, column, count);
-  const bool adds = a.epilogue == Epilogue::add;
-  if (count == kPanel) {
-    vec_store(out, adds ? vec_add(vec_load(out), y) : y);
-  } else {
-    vec_store_part(out, adds ? vec_add(vec_load_part(out, count), y) : y, count);
-  }
-}
-
-void write_silu_mul(const MatmulArgs& a, int64_t row, int64_t panel, const float* sums) {
-  const int64_t column = panel / 2 * kPanel;
-  const int64_t count = a.w.n - column < kPanel ? a.w.n - column : kPanel;
-  const Vec gate = add_bias(vec_load(sums), a.w.bias, column, count);
-  const Vec up = add_bias(vec_load(sums + kPanel), a.w.bias ? a.w.bias + a.w.n : nullptr, column, count);
-  const Vec y = vec_mul(vec_silu(gate), up);
-  const int64_t at = row * a.out_stride + column;
-  if (a.w.activation() == DType::bf16) {
-    uint16_t* out = static_cast<uint16_t*>(a.out) + at;
-    count == kPanel ? store_bf16(out, y) : store_bf16_part(out, y, count);
-  } else {
-    float* out = static_cast<float*>(a.out) + at;
-    count == kPanel ? vec_store(out, y) : vec_store_part(out, y, count);
-  }
-}
-
-void write_tile(const Tile& t, int rows, int panels, const float* sums) {
-  const bool is_paired = t.args->epilogue == Epilogue::silu_mul;
-  for (int i = 0; i < rows; ++i)
-    for (int j = 0; j < panels; j += is_paired ? 2 : 1) {
-      const float* from = sums + (i * panels + j) * kPanel;
-      const auto write = is_paired ? write_silu_mul : write_f32;
-      write(*t.args, t.row + i, t.panel + j, from);
-    }
-}
-
-// A pointer that the compiler takes as it is: three rows hang on each, so a dozen rows need four registers, not 12.
-template <class T>
-ETSERVE_INLINE void keep_in_register(T*& pointer) {
-#if defined(__GNUC__)
-  asm("" : "+r"(pointer));
-#endif
-}
 
 template <class S, int ROWS, int PANELS>
 void compute_tile(const Tile& t) {
@@ -176,6 +116,7 @@ void matmul(const MatmulArgs& args, Team& team) {
     case DType::bf16: return matmul_with<Bf16Step>(args, team);
     case DType::f32: return matmul_with<F32Step>(args, team);
     case DType::f16: return matmul_with<F16Step>(args, team);
+    default: return matmul_quantised(args, team);
   }
 }
 

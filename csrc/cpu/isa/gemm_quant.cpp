@@ -1,0 +1,183 @@
+// y = x W^T over quantised weights: 8-bit activations, exact int32 sums in blocks of 32, f32 over blocks. See quant.h.
+#include "dot4.h"
+#include "epilogue.h"
+#include "quantise.h"
+
+namespace etserve::cpu::ETSERVE_ISA {
+namespace {
+
+constexpr int kGroups = kQuantBlock / 4;  // dot products of four in a block
+constexpr int64_t kMaxGroupBytes = 256 << 10, kNearBytes = 4096;  // as in gemm.cpp
+
+struct WideFormat {  // q8_0
+  static constexpr bool kIsWide = true, kHasMin = false;
+  static constexpr int64_t kHeader = 64, kBlock = 512, kRecord = 1088;
+};
+struct NibbleFormat {  // q4_0
+  static constexpr bool kIsWide = false, kHasMin = false;
+  static constexpr int64_t kHeader = 64, kBlock = 256, kRecord = 576;
+};
+struct MinFormat {  // q4_1
+  static constexpr bool kIsWide = false, kHasMin = true;
+  static constexpr int64_t kHeader = 128, kBlock = 256, kRecord = 640;
+};
+
+template <int ROWS>
+struct RowPointers {
+  const int8_t* bytes[(ROWS + 2) / 3];  // three rows hang on each, see keep_in_register
+  int64_t stride;
+  const int8_t* at(int row) const { return bytes[row / 3] + row % 3 * stride; }
+};
+
+template <class F, int ROWS, int PANELS>
+ETSERVE_INLINE void dot_group(Ints (&sums)[ROWS][PANELS], const Bytes (&w)[PANELS], const RowPointers<ROWS>& x,
+                              int64_t offset) {
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) {
+    const Quad quad = broadcast_quad(x.at(i) + offset);
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j)
+      sums[i][j] = F::kIsWide ? dot_bytes(sums[i][j], w[j], quad) : dot_nibbles(sums[i][j], w[j], quad);
+  }
+}
+
+// All products of one block: `w` points to its bytes in the first panel.
+template <class F, int ROWS, int PANELS>
+ETSERVE_INLINE void dot_block(Ints (&sums)[ROWS][PANELS], const char* w, int64_t panel_bytes, int64_t ahead,
+                              const RowPointers<ROWS>& x) {
+#pragma GCC unroll 8
+  for (int g = 0; g < kGroups; g += F::kIsWide ? 1 : 2) {
+    Bytes loaded[PANELS], part[PANELS];
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) {
+      const char* line = w + j * panel_bytes + g * (F::kBlock / kGroups);
+      prefetch(line + ahead);
+      loaded[j] = load_weight_bytes(line);
+    }
+    if constexpr (F::kIsWide) {
+      dot_group<F>(sums, loaded, x, g * 4);
+    } else {
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) part[j] = low_nibbles(loaded[j]);
+      dot_group<F>(sums, part, x, g * 4);
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) part[j] = high_nibbles(loaded[j]);
+      dot_group<F>(sums, part, x, g * 4 + 4);
+    }
+  }
+}
+
+struct QuantTile : Tile {
+  const QuantRows* x;
+};
+
+template <class F, int ROWS, int PANELS>
+void compute_tile(const QuantTile& t) {
+  constexpr int kBases = (ROWS + 2) / 3;
+  const int64_t panel_bytes = t.panel_bytes, blocks = t.x->blocks;
+  RowPointers<ROWS> x;
+  x.stride = t.x->byte_stride;
+#pragma GCC unroll 4
+  for (int i = 0; i < kBases; ++i) x.bytes[i] = t.x->bytes + (t.row + 3 * i) * x.stride;
+  const BlockMeta* metas = t.x->metas + t.row * blocks;
+  Vec acc[ROWS][PANELS];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+  const int64_t ahead = PANELS * panel_bytes <= kMaxGroupBytes ? PANELS * panel_bytes : kNearBytes;
+  const char* record = t.w;
+  for (int64_t b = 0; b < blocks; ++b, ++metas) {
+    const int64_t half = b % 2;
+    Ints sums[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i) {
+      const Ints start = ints_set(F::kHasMin ? 0 : metas[i * blocks].start);
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) sums[i][j] = start;
+    }
+    dot_block<F>(sums, record + F::kHeader + half * F::kBlock, panel_bytes, ahead, x);
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) {
+      const char* header = record + j * panel_bytes + half * 32;
+      const Vec scale = load_f16(reinterpret_cast<const uint16_t*>(header));
+      const Vec minimum = F::kHasMin ? load_f16(reinterpret_cast<const uint16_t*>(header + 64)) : scale;
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; ++i) {
+        const BlockMeta& meta = metas[i * blocks];
+        acc[i][j] = vec_fma(to_floats(sums[i][j]), vec_mul(scale, vec_set(meta.scale)), acc[i][j]);
+        if (F::kHasMin) acc[i][j] = vec_fma(minimum, vec_set(meta.sum), acc[i][j]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kBases; ++i) {
+      x.bytes[i] += kQuantBlock;
+      keep_in_register(x.bytes[i]);
+    }
+    record += half ? F::kRecord : 0;
+  }
+  alignas(64) float sums[ROWS * PANELS * kPanel];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * PANELS + j) * kPanel, acc[i][j]);
+  write_tile(t, ROWS, PANELS, sums);
+}
+
+template <class F, int PANELS, int ROWS>
+void compute_rows(const QuantTile& t, int rows) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) return compute_tile<F, ROWS, PANELS>(t);
+    compute_rows<F, PANELS, ROWS - 1>(t, rows);
+  }
+}
+
+// All rows against PANELS panels, in tiles of nearly equal height.
+template <class F, int PANELS, int MAX_ROWS>
+void compute_panels(QuantTile t) {
+  const int64_t m = t.args->m, tiles = (m + MAX_ROWS - 1) / MAX_ROWS;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t end = m * (i + 1) / tiles;
+    compute_rows<F, PANELS, MAX_ROWS>(t, static_cast<int>(end - t.row));
+    t.row = end;
+  }
+}
+
+QuantRows quantise(const MatmulArgs& a, Team& team) {
+  const bool is_own = a.m <= kMaxOwnRows;
+  char* memory = static_cast<char*>(a.scratch) + (is_own ? team.rank() * quant_rows_bytes(a.m, a.w.k) : 0);
+  const QuantRows rows = quant_rows_at(memory, a.m, a.w.k);
+  int64_t begin = 0, end = a.m;
+  if (!is_own) team.split(a.m, 1, &begin, &end);
+  for (int64_t row = begin; row < end; ++row) quantise_row(a, rows, row);
+  if (!is_own) team.barrier();
+  return rows;
+}
+
+template <class F>
+void matmul_with(const MatmulArgs& a, Team& team) {
+  const QuantRows rows = quantise(a, team);
+  const int64_t panel_bytes = a.w.panel_bytes();
+  const char* data = static_cast<const char*>(a.w.data);
+  int64_t begin, end;
+  team.split(a.w.num_panels(), a.w.paired ? 2 : 1, &begin, &end);
+  int64_t panel = begin;
+  const auto tile = [&] { return QuantTile{{&a, data + panel * panel_bytes, panel_bytes, 0, panel}, &rows}; };
+  if (a.m <= kQuantRows4)
+    for (; panel + 4 <= end; panel += 4) compute_panels<F, 4, kQuantRows4>(tile());
+  for (; panel + 2 <= end; panel += 2) compute_panels<F, 2, kQuantRows2>(tile());
+  if (panel < end) compute_panels<F, 1, kQuantRows2>(tile());
+}
+
+}  // namespace
+
+void matmul_quantised(const MatmulArgs& args, Team& team) {
+  switch (args.w.type) {
+    case DType::q8_0: return matmul_with<WideFormat>(args, team);
+    case DType::q4_0: return matmul_with<NibbleFormat>(args, team);
+    case DType::q4_1: return matmul_with<MinFormat>(args, team);
+    default: return;  // the binding refuses other types
+  }
+}
+
+}  // namespace etserve::cpu::ETSERVE_ISA
