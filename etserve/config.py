@@ -113,7 +113,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str = "demo"  # "demo", a Hugging Face folder, or a .gguf file
     served_model_name: str | None = None  # None: "demo" or the file's own name
-    dtype: Dtype = "auto"  # of weights and matrix products; auto: the checkpoint's, bfloat16 for quantised ones
+    dtype: Dtype = "auto"  # of weights and matrix products; auto: the checkpoint's, a GGUF file's own blocks included
+    quantize: Literal["none", "q8_0", "q4_0", "q4_1"] = "none"  # round matrices to blocks at load; native only
     kv_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 if dtype is, else bfloat16
     backend: Literal["auto", "native", "torch"] = "auto"  # auto: native where csrc is built; torch: the slow oracle
     threads: NonNegative = 0  # 0: the cores this process may use (affinity and cgroup)

@@ -58,13 +58,14 @@ void bind_decoder(nb::module_& m) {
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__",
            [](Decoder* decoder, const DecoderShape& shape, std::vector<LayerWeights> layers, uintptr_t final_norm,
-              const PackedMatrix& head, uintptr_t embedding, int embedding_type, uintptr_t cos, uintptr_t sin) {
+              const PackedMatrix& head, uintptr_t embedding, int embedding_type, uintptr_t cos, uintptr_t sin,
+              const PackedMatrix* table) {
              new (decoder) Decoder(shape, std::move(layers), floats(final_norm), head,
                                    reinterpret_cast<const void*>(embedding), static_cast<DType>(embedding_type),
-                                   floats(cos), floats(sin));
+                                   floats(cos), floats(sin), table);
            },
            nb::arg("shape"), nb::arg("layers"), nb::arg("final_norm"), nb::arg("head"), nb::arg("embedding"),
-           nb::arg("embedding_type"), nb::arg("cos"), nb::arg("sin"))
+           nb::arg("embedding_type"), nb::arg("cos"), nb::arg("sin"), nb::arg("table").none() = nb::none())
       .def("forward", &forward, nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("query_start").noconvert(), nb::arg("context_lens").noconvert(),
            nb::arg("block_tables").noconvert(), nb::arg("logit_rows").noconvert(), nb::arg("kv"), nb::arg("num_blocks"),

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "convert.h"
+#include "quant.h"
 
 namespace etserve::cpu {
 namespace {
@@ -35,11 +36,12 @@ void Buffer::reserve(int64_t num_bytes) {
 
 Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, const float* final_norm,
                  const PackedMatrix& head, const void* embedding, DType embedding_type, const float* cos,
-                 const float* sin)
+                 const float* sin, const PackedMatrix* table)
     : shape_(shape),
       layers_(std::move(layers)),
       final_norm_(final_norm),
       head_(head),
+      table_(table ? *table : head),
       embedding_(embedding),
       embedding_type_(embedding_type),
       cos_(cos),
@@ -52,6 +54,8 @@ Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, co
   require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
   require(s.kv_type == DType::f32 || s.kv_type == DType::bf16, "the KV cache is f32 or bf16");
   require(head_.n == s.vocab && head_.k == s.hidden && !head_.paired, "the head has the wrong shape");
+  require(table_.n == s.vocab && table_.k == s.hidden && !table_.paired, "the embedding has the wrong shape");
+  is_quantised_ = is_quantised(head_.type);
   const int64_t attention = attention_size(), kv = int64_t{s.num_kv_heads} * s.head_dim;
   for (const LayerWeights& l : layers_) {
     require(l.qkv.n == attention + 2 * kv && l.qkv.k == s.hidden && !l.qkv.paired, "qkv has the wrong shape");
@@ -59,8 +63,10 @@ Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, co
     require(l.gate_up.n == s.intermediate && l.gate_up.k == s.hidden && l.gate_up.paired,
             "gate_up has the wrong shape");
     require(l.down.n == s.hidden && l.down.k == s.intermediate && !l.down.paired, "down has the wrong shape");
-    for (const PackedMatrix* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
+    for (const PackedMatrix* m : {&l.qkv, &l.o, &l.gate_up, &l.down}) {
       require(m->activation() == head_.activation(), "all matrices take the same type of activation");
+      is_quantised_ = is_quantised_ || is_quantised(m->type);
+    }
   }
   hidden_stride_ = activation_stride(s.hidden, activation_bytes());
   mlp_stride_ = activation_stride(s.intermediate, activation_bytes());
@@ -108,6 +114,7 @@ void Decoder::reserve(const Step& step, int team_size) {
   const int32_t context = *std::max_element(step.context_lens, step.context_lens + step.num_seqs);
   scratch_.reserve(4 * attention_scratch_floats(tokens, static_cast<int>(step.num_seqs), context, s.num_heads,
                                                 s.head_dim, team_size));
+  if (is_quantised_) reserve_quantised(tokens, team_size);
   reserve_selection(step, context, team_size);
   int64_t* slots = slots_.as<int64_t>();
   for (int64_t b = 0; b < step.num_seqs; ++b)
@@ -116,6 +123,13 @@ void Decoder::reserve(const Step& step, int team_size) {
       const int64_t block = step.block_tables[b * step.max_blocks + position / kBlockSize];
       slots[t] = block * kBlockSize + position % kBlockSize;
     }
+}
+
+void Decoder::reserve_quantised(int64_t rows, int team_size) {
+  const int64_t longest = std::max({int64_t{shape_.hidden}, int64_t{shape_.intermediate}, attention_size()});
+  // Few rows are quantised by each member for itself: a later layer's or call's fewer rows may take more.
+  quantised_.reserve(std::max(quant_scratch_bytes(rows, longest, team_size),
+                              quant_scratch_bytes(std::min(rows, kMaxOwnRows), longest, team_size)));
 }
 
 void Decoder::forward(const Step& step, float* hidden) {
@@ -133,7 +147,7 @@ void Decoder::embed(const Step& step, Team& team) const {
     float* out = residual_.as<float>() + t * shape_.hidden;
     const int64_t first = int64_t{step.token_ids[t]} * shape_.hidden;
     if (!embedding_) {
-      unpack_row(head_, step.token_ids[t], out);
+      unpack_row(table_, step.token_ids[t], out);
     } else if (embedding_type_ == DType::f32) {
       std::memcpy(out, static_cast<const float*>(embedding_) + first, static_cast<size_t>(shape_.hidden) * 4);
     } else {
@@ -145,6 +159,11 @@ void Decoder::embed(const Step& step, Team& team) const {
   team.barrier();
 }
 
+void Decoder::multiply(MatmulArgs args, Team& team) const {
+  args.scratch = quantised_.as<void>();
+  decoder_kernels().matmul(args, team);
+}
+
 void Decoder::norm(const float* x, const float* weight, int64_t rows, Team& team) const {
   decoder_kernels().rms_norm({x, rows, shape_.hidden, shape_.hidden, weight, shape_.eps, normed_.as<void>(),
                               head_.activation(), hidden_stride_},
@@ -154,12 +173,10 @@ void Decoder::norm(const float* x, const float* weight, int64_t rows, Team& team
 
 void Decoder::feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const {
   norm(residual, layer.post_norm, rows, team);
-  decoder_kernels().matmul(
-      {normed_.as<void>(), rows, hidden_stride_, layer.gate_up, Epilogue::silu_mul, mlp_.as<void>(), mlp_stride_},
-      team);
+  multiply({normed_.as<void>(), rows, hidden_stride_, layer.gate_up, Epilogue::silu_mul, mlp_.as<void>(), mlp_stride_},
+           team);
   team.barrier();
-  decoder_kernels().matmul(
-      {mlp_.as<void>(), rows, mlp_stride_, layer.down, Epilogue::add, residual, shape_.hidden}, team);
+  multiply({mlp_.as<void>(), rows, mlp_stride_, layer.down, Epilogue::add, residual, shape_.hidden}, team);
   team.barrier();
 }
 
@@ -168,9 +185,9 @@ void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
   embed(step, team);
   for (size_t i = 0; i + 1 < layers_.size(); ++i) {
     attend(static_cast<int>(i), step, true, team);
-    decoder_kernels().matmul({attended_.as<void>(), step.num_tokens, attention_size(), layers_[i].o, Epilogue::add,
-                              residual_.as<void>(), s.hidden},
-                             team);
+    multiply({attended_.as<void>(), step.num_tokens, attention_size(), layers_[i].o, Epilogue::add,
+              residual_.as<void>(), s.hidden},
+             team);
     team.barrier();
     feed_forward(layers_[i], residual_.as<float>(), step.num_tokens, team);
   }
@@ -189,9 +206,9 @@ void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
                 static_cast<size_t>(row_bytes));
   }
   team.barrier();
-  decoder_kernels().matmul({row_attended_.as<void>(), rows, attention_size(), last.o, Epilogue::add,
-                            row_residual_.as<void>(), s.hidden},
-                           team);
+  multiply({row_attended_.as<void>(), rows, attention_size(), last.o, Epilogue::add, row_residual_.as<void>(),
+            s.hidden},
+           team);
   team.barrier();
   feed_forward(last, row_residual_.as<float>(), rows, team);
   decoder_kernels().rms_norm(
@@ -207,12 +224,13 @@ void Decoder::logits(const float* hidden, int64_t rows, float* out) {
     args.x = rounded_.as<void>();
     args.x_stride = hidden_stride_;
   }
+  if (is_quantised_) reserve_quantised(rows, global_pool().size());
   global_pool().run([&](Team& team) {
     if (rounds) {
       decoder_kernels().round_rows({hidden, rows, shape_.hidden, rounded_.as<uint16_t>(), hidden_stride_}, team);
       team.barrier();
     }
-    decoder_kernels().matmul(args, team);
+    multiply(args, team);
   });
 }
 

@@ -73,10 +73,11 @@ class Buffer {
 // One call at a time: the scratch memory is the decoder's own.
 class Decoder {
  public:
-  // `embedding` is null (rows are read from the packed head) or row-major [vocab][hidden] of type `embedding_type`.
+  // `embedding` is null (rows are read from the packed `table`, the head if that is null too) or row-major [vocab][hidden] of type `embedding_type`.
   // All memory behind the pointers stays the caller's and must outlive the decoder.
   Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, const float* final_norm,
-          const PackedMatrix& head, const void* embedding, DType embedding_type, const float* cos, const float* sin);
+          const PackedMatrix& head, const void* embedding, DType embedding_type, const float* cos, const float* sin,
+          const PackedMatrix* table = nullptr);
 
   // Writes the step's KV entries and the final-normed hidden states of logit_rows, f32 [num_rows][hidden].
   // Throws std::invalid_argument, before anything is written, if the step points out of range.
@@ -99,6 +100,8 @@ class Decoder {
   void reserve_selection(const Step& step, int32_t longest, int team_size);
   SelectionArgs selection_args(int layer, const Step& step, const char* sketches) const;
   void feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const;
+  void reserve_quantised(int64_t rows, int team_size);
+  void multiply(MatmulArgs args, Team& team) const;
   void norm(const float* x, const float* weight, int64_t rows, Team& team) const;
   int64_t attention_size() const { return int64_t{shape_.num_heads} * shape_.head_dim; }
   int64_t activation_bytes() const { return head_.activation() == DType::bf16 ? 2 : 4; }
@@ -106,7 +109,8 @@ class Decoder {
   DecoderShape shape_;
   std::vector<LayerWeights> layers_;
   const float* final_norm_;
-  PackedMatrix head_;
+  PackedMatrix head_, table_;
+  bool is_quantised_;  // any of the matrices
   const void* embedding_;
   DType embedding_type_;
   const float* cos_;
@@ -114,7 +118,7 @@ class Decoder {
   int64_t hidden_stride_, mlp_stride_;  // of activation rows, in elements
   Buffer residual_, normed_, qkv_, q_, attended_, mlp_, slots_, scratch_;
   Buffer row_residual_, row_attended_;  // the rows whose logits are wanted, in the last layer
-  Buffer rounded_;
+  Buffer rounded_, quantised_;
   Buffer selection_scratch_, num_kept_, missing_, block_mass_;
   std::vector<int32_t> filled_;  // blocks whose last token is this step's: their sketches are due
 };

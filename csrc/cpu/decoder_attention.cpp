@@ -48,8 +48,8 @@ void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team)
   char* sketches = static_cast<char*>(step.sketches);
   if (sketches) sketches += blocks * s.num_kv_heads * sketch_bytes(s.head_dim, step.sketch_bits);
   norm(residual_.as<float>(), weights.input_norm, tokens, team);
-  decoder_kernels().matmul(
-      {normed_.as<void>(), tokens, hidden_stride_, weights.qkv, Epilogue::store, qkv_.as<void>(), weights.qkv.n}, team);
+  multiply({normed_.as<void>(), tokens, hidden_stride_, weights.qkv, Epilogue::store, qkv_.as<void>(), weights.qkv.n},
+           team);
   team.barrier();
   decoder_kernels().rope_and_write({qkv_.as<float>(), tokens, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim,
                                     cos_, sin_, step.positions, slots_.as<int64_t>(), weights.q_norm, weights.k_norm,

@@ -8,6 +8,7 @@ from etserve.errors import ConfigError
 from etserve.kernels import native
 from etserve.models.files import resolve_model
 from etserve.models.loader import choose, open_checkpoint
+from etserve.models.weight_formats import describe, held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Fit:
     num_parameters: int
     dtype: str
     kv_dtype: str
-    weight_bytes: int  # parameters times their size; packing adds a little
+    weight_bytes: int  # of the matrices; norms add a little
     kv_bytes_per_token: int  # of all layers, with the sketches if there are any
     block_size: int
     num_kv_blocks: int  # without the null block
@@ -36,7 +37,7 @@ def fit_model(config: EngineConfig, free_bytes: int) -> Fit:
     files = resolve_model(config.model)
     checkpoint = open_checkpoint(files)
     choice, spec = choose(config, checkpoint), checkpoint.spec
-    weight_bytes = checkpoint.weights.num_parameters * choice.dtype.itemsize
+    weight_bytes = held_bytes(spec, choice.dtype, choice.blocks)
     if weight_bytes > free_bytes:
         raise ConfigError(f"the weights take {weight_bytes:,} bytes, {free_bytes:,} are free")
     keys_and_values = 2 * BLOCK_SIZE * spec.head_dim * choice.kv_dtype.itemsize
@@ -46,7 +47,7 @@ def fit_model(config: EngineConfig, free_bytes: int) -> Fit:
         name=config.served_model_name or files.name,
         architecture=spec.architecture,
         num_parameters=checkpoint.weights.num_parameters,
-        dtype=str(choice.dtype).removeprefix("torch."),
+        dtype=describe(spec, choice.dtype, choice.blocks),
         kv_dtype=str(choice.kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=block_bytes // BLOCK_SIZE,

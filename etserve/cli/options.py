@@ -19,7 +19,8 @@ OWN_FIELDS = frozenset({"model", "control"})
 
 ENGINE_HELP = {
     "served_model_name": "Name that clients use. Default: demo, or the file's own name.",
-    "dtype": "Of weights and matrix products. auto: the checkpoint's, bfloat16 for quantised ones.",
+    "dtype": "Of weights and matrix products. auto: the checkpoint's, a GGUF file's own blocks included.",
+    "quantize": "Round the matrices to blocks of 8 or 4 bits at load.",
     "kv_dtype": "Of the KV cache.",
     "backend": "native: our kernels; torch: the slow reference.",
     "threads": "0: every core this process may use.",

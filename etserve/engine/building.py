@@ -66,6 +66,7 @@ def build_engine(config: EngineConfig, now: Callable[[], float] = time.monotonic
         "engine ready",
         model=parts.info.model_name,
         backend=parts.info.backend,
+        dtype=parts.info.dtype,
         num_kv_blocks=parts.info.num_kv_blocks,
         max_model_len=parts.info.max_model_len,
         seconds=round(sum(phases.seconds.values()), 3),

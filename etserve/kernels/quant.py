@@ -40,12 +40,16 @@ def quantise(weight: torch.Tensor, kind: Format) -> torch.Tensor:
     if weight.dim() != 2 or weight.shape[1] % BLOCK:
         raise ValueError(f"{kind} takes rows in blocks of {BLOCK}, got {list(weight.shape)}")
     step = max(1, _SLICE // weight.shape[1])
-    parts = [ggml_quantize(rows.float().numpy(), _KINDS[kind]) for rows in weight.split(step)]
+    slices = (weight[start : start + step] for start in range(0, len(weight), step))
+    parts = [ggml_quantize(rows.float().numpy(), _KINDS[kind]) for rows in slices]
     return torch.from_numpy(np.concatenate(parts))
 
 
 class QuantMatrix:
-    """A quantised weight matrix [num_outputs, num_inputs], laid out for the kernels. Paired: gate and up, as PackedMatrix."""
+    """A quantised weight matrix [num_outputs, num_inputs], laid out for the kernels.
+
+    Paired: two such matrices (gate and up), whose product is silu(x Gate^T) * (x Up^T).
+    """
 
     def __init__(
         self,

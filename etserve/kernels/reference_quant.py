@@ -16,7 +16,7 @@ def dequantise(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     """f32 [M, K] -> what the kernels multiply instead, f64: each block of 32 as 8-bit steps of its largest / 127."""
-    blocks = x.float().unflatten(-1, (-1, _BLOCK))
+    blocks = x.float().view(len(x), -1, _BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
     is_zero = largest < _TINY
     steps = torch.round(blocks * torch.where(is_zero, 0.0, 127.0 / largest))

@@ -13,6 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from etserve.errors import ModelError
+from etserve.kernels.quant import BLOCK_BYTES, Format
 from etserve.models.config_file import convert_config
 from etserve.models.registry import read_spec
 from etserve.models.tensors import check_tensors, expected_shapes, gguf_name
@@ -25,6 +26,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+_NATIVE: dict[GGMLQuantizationType, Format] = {GGMLQuantizationType[name.upper()]: name for name in BLOCK_BYTES}
 SLICE_ELEMENTS = 1 << 20  # dequantised at once: 4 MiB of f32
 _ROPE_DIVISORS = "rope_freqs.weight"
 # config.json's name -> llama.cpp's key, below the architecture's name
@@ -95,7 +97,7 @@ def _with_divisors(spec: DecoderSpec, header: GgufHeader) -> DecoderSpec:
 
 
 class GgufSource:
-    """A WeightSource."""
+    """A WeightSource, and a BlockSource for the types that the native kernels run."""
 
     def __init__(self, header: GgufHeader, spec: DecoderSpec) -> None:
         """Raises ModelError naming file and tensor for whatever does not fit `spec`."""
@@ -121,7 +123,18 @@ class GgufSource:
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """See WeightSource."""
-        values = _read(self._data, self._header.tensors[gguf_name(name)], self._header.path, dtype)
+        return self._ordered(name, _read(self._data, self._header.tensors[gguf_name(name)], self._header.path, dtype))
+
+    def block_format(self, name: str) -> Format | None:
+        """See BlockSource."""
+        return _NATIVE.get(self._header.tensors[gguf_name(name)].kind)
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """See BlockSource: the file's own, rows of q and k in our order."""
+        raw = _rows(self._data, self._header.tensors[gguf_name(name)])
+        return self._ordered(name, torch.from_numpy(raw.copy()))
+
+    def _ordered(self, name: str, values: torch.Tensor) -> torch.Tensor:
         part = name.split(".")[2] if name.startswith("layers.") else ""
         if self._is_permuted and part in ("q", "k"):
             values = _unpermute(values, self._spec.num_heads if part == "q" else self._spec.num_kv_heads)
@@ -142,10 +155,15 @@ def _map(path: Path) -> mmap.mmap:
         raise ModelError(f"{path}: {error}") from None
 
 
+def _rows(data: mmap.mmap, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """The bytes as they lie in the file, [rows, bytes]."""
+    raw = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+    return raw.reshape(quant_shape_to_byte_shape((prod(tensor.shape[:-1]), tensor.shape[-1]), tensor.kind))
+
+
 def _read(data: mmap.mmap, tensor: GgufTensor, path: Path, dtype: torch.dtype) -> torch.Tensor:
     """Some rows at a time: the package's f32 temporaries stay in the caches, and no f32 copy of a matrix is made."""
-    raw = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
-    rows = raw.reshape(quant_shape_to_byte_shape((prod(tensor.shape[:-1]), tensor.shape[-1]), tensor.kind))
+    rows = _rows(data, tensor)
     out = torch.empty((len(rows), tensor.shape[-1]), dtype=dtype)
     step = max(1, SLICE_ELEMENTS // tensor.shape[-1])
     try:

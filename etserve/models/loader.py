@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from etserve.models.registry import read_spec
 from etserve.models.rope import rope_tables
 from etserve.models.safetensors_source import SafetensorsSource
 from etserve.models.types import Decoder, DecoderSpec
+from etserve.models.weight_formats import BlockSource, QuantisedAtLoad, describe
 from etserve.models.weights import WeightSource
 from etserve.tokenizer.gguf_header import read_gguf_header
 from etserve.tokenizer.gguf_tokenizer import gguf_end_token_ids
@@ -38,9 +40,10 @@ class Checkpoint:
 class Choice:
     """How a checkpoint is to be run."""
 
-    dtype: torch.dtype  # of weights and matrix products
+    dtype: torch.dtype  # of weights that are not quantised
     kv_dtype: torch.dtype
     max_model_len: int
+    blocks: BlockSource | None  # of those that are
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class LoadedModel:
     decoder: Decoder
     spec: DecoderSpec
     name: str  # what clients call it
-    dtype: str  # "bfloat16", ... of weights and matrix products
+    dtype: str  # "bfloat16", "q4_1+q8_0", ... of weights and matrix products
     kv_dtype: str
     quantization: str | None  # of the file
     num_parameters: int
@@ -77,7 +80,19 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
 def choose(config: EngineConfig, checkpoint: Checkpoint) -> Choice:
     """What the settings make of a checkpoint. Raises ConfigError for a context that it does not have."""
     dtype = checkpoint.weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    return Choice(dtype, _kv_dtype(config, dtype), _context_length(config, checkpoint.spec))
+    length, blocks = _context_length(config, checkpoint.spec), _block_source(config, checkpoint)
+    return Choice(dtype, _kv_dtype(config, dtype), length, blocks)
+
+
+def _block_source(config: EngineConfig, checkpoint: Checkpoint) -> BlockSource | None:
+    """Where quantised matrices come from. None: all of them are floats."""
+    is_native = _decoder_class(config) is not TorchDecoder
+    if config.quantize != "none":
+        if not is_native:
+            raise ConfigError(f"quantize {config.quantize} needs the native backend")
+        return QuantisedAtLoad(checkpoint.weights, checkpoint.spec, config.quantize)
+    weights = checkpoint.weights
+    return weights if config.dtype == "auto" and is_native and isinstance(weights, GgufSource) else None
 
 
 def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
@@ -88,7 +103,7 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
     start = time.monotonic()
     checkpoint = open_checkpoint(files)
     spec, weights, choice = checkpoint.spec, checkpoint.weights, choose(config, checkpoint)
-    make_decoder, tables = _decoder_class(config), rope_tables(spec, choice.max_model_len)
+    make_decoder, tables = _decoder_class(config, choice.blocks), rope_tables(spec, choice.max_model_len)
     try:
         decoder = make_decoder(
             spec, weights, choice.dtype, choice.kv_dtype, tables, sketch_bits=_sketch_bits(config, spec)
@@ -100,7 +115,7 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
         decoder=decoder,
         spec=spec,
         name=config.served_model_name or files.name,
-        dtype=_name(choice.dtype),
+        dtype=describe(spec, choice.dtype, choice.blocks),
         kv_dtype=_name(choice.kv_dtype),
         quantization=weights.quantization,
         num_parameters=weights.num_parameters,
@@ -133,8 +148,8 @@ class _MakeDecoder(Protocol):
     ) -> Decoder: ...
 
 
-def _decoder_class(config: EngineConfig) -> _MakeDecoder:
-    """auto: the native decoder where csrc is built."""
+def _decoder_class(config: EngineConfig, blocks: BlockSource | None = None) -> _MakeDecoder:
+    """auto: the native decoder, with its quantised matrices, where csrc is built."""
     if config.backend == "torch":
         return TorchDecoder
     try:
@@ -143,7 +158,7 @@ def _decoder_class(config: EngineConfig) -> _MakeDecoder:
         if config.backend == "native":
             raise ConfigError(f"backend native: the native kernels are not built ({error})") from None
         return TorchDecoder
-    return NativeDecoder
+    return partial(NativeDecoder, blocks=blocks)
 
 
 def _context_length(config: EngineConfig, spec: DecoderSpec) -> int:

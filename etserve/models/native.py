@@ -4,7 +4,6 @@ Importing this raises ImportError where csrc is not built. No output depends on 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,12 @@ import torch
 from etserve.attention.batch import StepBatch
 from etserve.config import BLOCK_SIZE
 from etserve.kernels import native
-from etserve.kernels.matrix import PackedMatrix, packed_bytes
-from etserve.kernels.memory import Arena, aligned, zeros
+from etserve.kernels.memory import zeros
 from etserve.kernels.selection import AttentionCounts
 from etserve.kernels.sketch import native_rule, sketch_bytes, sketch_signs
+from etserve.models.packed_weights import PackedWeights
 from etserve.models.types import DecoderSpec, KVCache
+from etserve.models.weight_formats import BlockSource
 from etserve.models.weights import WeightSource
 
 _cpu = native.module()
@@ -45,12 +45,13 @@ class NativeDecoder:
         kv_dtype: torch.dtype,
         rope_tables: tuple[torch.Tensor, torch.Tensor],
         sketch_bits: int = 0,
+        blocks: BlockSource | None = None,
     ) -> None:
-        """`dtype` of the weights: bfloat16, float16 or float32; `kv_dtype`: bfloat16 or float32.
+        """`dtype` of weights that are not quantised: bfloat16, float16 or float32; `kv_dtype`: bfloat16 or float32.
 
         `rope_tables`: cos and sin, f32 [max_len, rotary_dim / 2]. `sketch_bits`: per dimension of each key's sketch,
-        1 or 2; 0: no sketches, and only the placebos can skip. Raises ModelError as the weights are read, ValueError
-        for shapes that the kernels do not take.
+        1 or 2; 0: no sketches, and only the placebos can skip. `blocks`: where quantised matrices come from; None: all
+        are floats. Raises ModelError as the weights are read, ValueError for shapes that the kernels do not take.
         """
         if kv_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"the KV cache is bfloat16 or float32, not {kv_dtype}")
@@ -62,9 +63,9 @@ class NativeDecoder:
         self._sketch_bytes = sketch_bytes(spec.head_dim, sketch_bits) if sketch_bits else 0  # a block and KV head
         self._signs = sketch_signs(spec.head_dim)
         self._tables = tuple(table.to(torch.float32).contiguous() for table in rope_tables)
-        self._weights = _PackedWeights(spec, weights, dtype)
+        self._weights = PackedWeights(spec, weights, dtype, blocks)
         self.weight_bytes = self._weights.num_bytes
-        embedding = self._weights.embedding
+        embedding, table = self._weights.embedding, self._weights.table
         self._decoder = _cpu.Decoder(
             shape=self._shape(),
             layers=self._weights.layers,
@@ -74,6 +75,7 @@ class NativeDecoder:
             embedding_type=native.DTYPE_CODES[dtype],
             cos=self._tables[0].data_ptr(),
             sin=self._tables[1].data_ptr(),
+            table=None if table is None else table.handle,
         )
 
     def kv_bytes_per_block(self) -> int:
@@ -163,79 +165,3 @@ def _native_selection(batch: StepBatch, counts: AttentionCounts | None) -> Any:
         read_blocks=counts.read_blocks.ctypes.data,
         missing=counts.missing_mass.ctypes.data,
     )
-
-
-class _PackedWeights:
-    """Every tensor of a model, read and packed one at a time into one arena. The native decoder points into it."""
-
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, dtype: torch.dtype) -> None:
-        self._spec, self._source, self._dtype = spec, weights, dtype
-        self._arena = Arena(sum(aligned(size) for size in _matrix_sizes(spec, dtype)))
-        self._kept: list[torch.Tensor] = []  # norms and biases, f32
-        self._matrices: list[PackedMatrix] = []
-        self.layers = [self._layer(f"layers.{i}") for i in range(spec.num_layers)]
-        self.final_norm = self._vector("final_norm.weight")
-        # Tied: embeddings are read from the packed head, which is held once.
-        self.embedding = None if spec.tied_head else weights.tensor("embedding.weight", dtype)
-        self.head = self._stacked([("embedding" if spec.tied_head else "head", spec.vocab_size)], spec.hidden_size)
-        self.num_bytes = sum(m.num_bytes for m in self._matrices) + sum(t.numel() * 4 for t in self._kept)
-
-    def _layer(self, name: str) -> Any:
-        spec = self._spec
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = [(f"{name}.q", queries), (f"{name}.k", keys), (f"{name}.v", keys)]
-        return _cpu.LayerWeights(
-            qkv=self._stacked(parts, spec.hidden_size).handle,
-            o=self._stacked([(f"{name}.o", spec.hidden_size)], queries).handle,
-            gate_up=self._gate_up(name).handle,
-            down=self._stacked([(f"{name}.down", spec.hidden_size)], spec.intermediate_size).handle,
-            input_norm=self._vector(f"{name}.input_norm.weight").data_ptr(),
-            post_norm=self._vector(f"{name}.post_norm.weight").data_ptr(),
-            q_norm=self._vector(f"{name}.q_norm.weight").data_ptr() if spec.qk_norm else 0,
-            k_norm=self._vector(f"{name}.k_norm.weight").data_ptr() if spec.qk_norm else 0,
-        )
-
-    def _stacked(self, parts: list[tuple[str, int]], num_inputs: int) -> PackedMatrix:
-        """Matrices one below the other, with their biases where the checkpoint has them."""
-        packed = self._matrix(sum(rows for _, rows in parts), num_inputs, [part for part, _ in parts], paired=False)
-        first = 0
-        for part, rows in parts:
-            packed.pack(self._source.tensor(f"{part}.weight", self._dtype), first=first)
-            first += rows
-        return packed
-
-    def _gate_up(self, name: str) -> PackedMatrix:
-        parts = [f"{name}.gate", f"{name}.up"]
-        packed = self._matrix(self._spec.intermediate_size, self._spec.hidden_size, parts, paired=True)
-        for half, part in enumerate(parts):
-            packed.pack(self._source.tensor(f"{part}.weight", self._dtype), half=half)
-        return packed
-
-    def _matrix(self, num_outputs: int, num_inputs: int, parts: list[str], *, paired: bool) -> PackedMatrix:
-        bias = None
-        if self._source.has(f"{parts[0]}.bias"):
-            bias = torch.cat([self._source.tensor(f"{part}.bias", torch.float32) for part in parts])
-            bias = self._keep(bias.view(2, num_outputs) if paired else bias)
-        size = packed_bytes(num_outputs, num_inputs, self._dtype, paired=paired)
-        memory = self._arena.take(size)
-        packed = PackedMatrix(num_outputs, num_inputs, self._dtype, paired=paired, bias=bias, memory=memory)
-        self._matrices.append(packed)
-        return packed
-
-    def _vector(self, name: str) -> torch.Tensor:
-        return self._keep(self._source.tensor(name, torch.float32))
-
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._kept.append(tensor)
-        return tensor
-
-
-def _matrix_sizes(spec: DecoderSpec, dtype: torch.dtype) -> Iterator[int]:
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    for _ in range(spec.num_layers):
-        yield packed_bytes(queries + 2 * keys, hidden, dtype)
-        yield packed_bytes(hidden, queries, dtype)
-        yield packed_bytes(inner, hidden, dtype, paired=True)
-        yield packed_bytes(hidden, inner, dtype)
-    yield packed_bytes(spec.vocab_size, hidden, dtype)
