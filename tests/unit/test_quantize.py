@@ -29,7 +29,9 @@ F32 = torch.float32
 SPECS = {
     "tied head": replace(BASE, hidden_size=64, intermediate_size=96, tied_head=True),
     "own head": replace(BASE, hidden_size=64, intermediate_size=96),
-    "biases": replace(BASE, hidden_size=96, intermediate_size=160, attention_bias=True, output_bias=True, mlp_bias=True),
+    "biases": replace(
+        BASE, hidden_size=96, intermediate_size=160, attention_bias=True, output_bias=True, mlp_bias=True
+    ),
     "some rows too short": replace(BASE, hidden_size=64, intermediate_size=100, num_heads=2),
 }
 
@@ -125,8 +127,10 @@ def test_types_without_a_kernel_are_dequantised_and_it_is_said(tmp_path: Path) -
 @pytest.mark.parametrize("kind", FORMATS)
 def test_quantising_at_load_equals_the_file_quantised_before(kind: Format, tmp_path: Path) -> None:
     path = write_model(tmp_path, GGMLQuantizationType[kind.upper()])
-    before = load_model(EngineConfig(backend="native"), resolve_model(str(path)))
-    at_load = load_model(EngineConfig(backend="native", quantize=kind), resolve_model(str(tmp_path / "hf")))
+    before = load_model(EngineConfig(backend="native", kv_dtype="float32"), resolve_model(str(path)))
+    at_load = load_model(
+        EngineConfig(backend="native", kv_dtype="float32", quantize=kind), resolve_model(str(tmp_path / "hf"))
+    )
     assert at_load.dtype == before.dtype == kind
     tokens = [7, 100, 3, 55]
     assert torch.equal(run_chunks(at_load.decoder, tokens, [4]), run_chunks(before.decoder, tokens, [4]))
