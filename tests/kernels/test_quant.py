@@ -13,12 +13,11 @@ SHAPES = [(1, 32), (15, 64), (16, 96), (17, 320), (100, 32), (333, 576)]
 
 
 def make(n: int, k: int, seed: int = 0) -> torch.Tensor:
-    values = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
-    return values / float(k) ** 0.5
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * k**-0.5
 
 
 def rows(m: int, k: int) -> torch.Tensor:
-    return make(m, k, seed=m) * float(k) ** 0.5
+    return make(m, k, seed=m) * k**0.5
 
 
 def stored(weight: torch.Tensor, kind: Format) -> torch.Tensor:
