@@ -114,14 +114,21 @@ def test_a_gain_is_clear_of_one_keeps_quality_and_loses_less_than_its_placebo() 
         ({name: rounds[:2] for name, rounds in FIGURES.items()}, BAD_PLACEBO, "too few rounds"),
         (FIGURES, {**BAD_PLACEBO, "meso": quality("meso", [2.1, 3.1, 4.1])}, "above 1%"),
         (FIGURES, {**BAD_PLACEBO, "random-blocks": GOOD["meso"]}, "not better than random-blocks"),
-        ({"baseline": FIGURES["baseline"], "meso": FIGURES["meso"]}, GOOD, "no placebo"),
+        ({"baseline": faster(1.0), "full": faster(1.5)}, {**GOOD, "full": GOOD["meso"]}, "no placebo"),
         (FIGURES, {"baseline": GOOD["baseline"]}, "not measured"),
+        (FIGURES, GOOD, "no placebo"),  # it ran, but nobody knows what it loses
     ],
 )
 def test_what_is_no_gain_says_why(figures: Figures, scores: dict[str, QualityRun], reason: str) -> None:
     (verdict,) = judge("w", figures, scores)
     assert not verdict.is_gain
     assert reason in verdict.reason
+
+
+def test_blind_skipping_is_beaten_by_what_it_loses_on_whatever_workload() -> None:
+    figures = {"baseline": faster(1.0), "meso": faster(1.5)}
+    assert judge("w", figures, BAD_PLACEBO)[0].is_gain
+    assert not judge("w", figures, {**BAD_PLACEBO, "recent-blocks": GOOD["meso"]})[0].is_gain
 
 
 def test_an_arm_that_skips_nothing_beats_its_placebo_at_the_figure_itself() -> None:

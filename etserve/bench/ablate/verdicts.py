@@ -44,9 +44,9 @@ def _objection(arm: Arm, name: str, measured: Ratio, figures: Figures, quality: 
         return "the interval holds 1.00, or lies on the wrong side of it"
     if problem := _quality_problem(arm, quality):
         return problem
-    opponents = [placebo for placebo in _opponents(arm) if placebo.name in figures]
+    opponents = [placebo for placebo in _opponents(arm) if _is_measured(placebo, figures, quality)]
     if not opponents:
-        return "" if arm.name == "full" else "no placebo ran beside it"
+        return "no placebo ran beside it"
     beaten = [_beats(arm, placebo, name, figures, quality) for placebo in opponents]
     return "" if all(beaten) else "not better than " + ", ".join(
         placebo.name for placebo, is_beaten in zip(opponents, beaten, strict=True) if not is_beaten
@@ -70,6 +70,11 @@ def _opponents(arm: Arm) -> Sequence[Arm]:
     """Steering by entropy is a claim of its own: see `steering`. The full loop meets its parts' placebos."""
     names = ("micro", "macro", "meso") if arm.name == "full" else (arm.name,)
     return [placebo for name in names for placebo in placebos_of(name) if placebo.name != "constant-epsilon"]
+
+
+def _is_measured(placebo: Arm, figures: Figures, quality: dict[str, QualityRun]) -> bool:
+    """Where a placebo is beaten by what it loses, no workload has to have run it."""
+    return placebo.name in (quality if placebo.matches == "kept_share" else figures)
 
 
 def _beats(arm: Arm, placebo: Arm, name: str, figures: Figures, quality: dict[str, QualityRun]) -> bool:
