@@ -22,7 +22,7 @@ def draw(kernels: CudaKernels, logits: torch.Tensor, values: Values, uniform: li
     return tuple(t.cpu() for t in kernels.sample(logits.to(device), *columns, given))
 
 
-@pytest.mark.parametrize(("vocab", "every"), [(1, 17), (111, 3), (4097, 29)])
+@pytest.mark.parametrize(("vocab", "every"), [(1, 17), (111, 7), (4097, 29)])
 def test_draws_match_the_reference_away_from_rounding_edges(kernels: CudaKernels, vocab: int, every: int) -> None:
     z, grid = random_rows(vocab), GRID[::every]
     uniforms = np.random.default_rng(vocab).random((len(grid), len(z)))
