@@ -50,12 +50,15 @@ class CompletionLogprobs:
         """Shape the next tokens; an entry is None where there is no logprob (the first token of a prompt)."""
         shaped: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
+            is_text = is_prompt or token_id not in self._skipped
+            raw = self._tokenizer.token_bytes(token_id) if is_text else b""
+            if raw and not 0x80 <= raw[0] < 0xC0:  # it goes on with no code point: one left open before is U+FFFD
+                self._offset += len(self._decoder.decode(b"", True))
             shaped["tokens"].append(self._spell(token_id))
             shaped["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
             shaped["top_logprobs"].append(None if entry is None else self._top(entry))
             shaped["text_offset"].append(self._offset)
-            if is_prompt or token_id not in self._skipped:
-                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            self._offset += len(self._decoder.decode(raw))
         return shaped
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:

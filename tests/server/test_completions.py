@@ -106,6 +106,13 @@ def test_echo_with_no_tokens_scores_the_prompt() -> None:
     assert complete(max_tokens=0).json()["error"]["param"] == "max_tokens"
 
 
+def test_an_offset_is_where_a_tokens_own_text_begins_also_after_half_a_code_point() -> None:
+    reply = complete(prompt=[0xF0, 0x9F, 0xE2, 65], echo=True, logprobs=0, max_tokens=0)
+    choice = reply.json()["choices"][0]
+    assert choice["text"] == "\ufffd\ufffdA"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+
+
 def test_every_choice_brings_the_prompts_logprobs_though_they_are_measured_once() -> None:
     for choice in complete(prompt=["ab", "c"], n=3, echo=True, logprobs=0, max_tokens=2).json()["choices"]:
         prompt = "ab" if choice["index"] < 3 else "c"
