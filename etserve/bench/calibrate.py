@@ -64,18 +64,21 @@ def calibrate_model(
     )
     if room < MIN_SKIPPING_CONTEXT or lab.loaded().spec.sliding_window:
         return found
-    plan = QualityPlan(
-        num_documents=num_texts,
+    decoder = lab.loaded(SKETCH_BITS).decoder
+    texts = quality_texts(_documents(num_texts, context_tokens), lab.tokenizer, room).documents
+    losses = measure_epsilons(decoder, texts, config.control)
+    return msgspec.structs.replace(found, losses=losses, risks=measure_risks(decoder, texts, config.control))
+
+
+def _documents(count: int, context_tokens: int) -> QualityPlan:
+    return QualityPlan(
+        num_documents=count,
         prefix_tokens=context_tokens,
         scored_tokens=128,
         num_cloze=0,
         num_needles=0,
         needle_tokens=0,
     )
-    decoder = lab.loaded(SKETCH_BITS).decoder
-    texts = quality_texts(plan, lab.tokenizer, room).documents
-    losses = measure_epsilons(decoder, texts, config.control)
-    return msgspec.structs.replace(found, losses=losses, risks=measure_risks(decoder, texts, config.control))
 
 
 def measure_written(

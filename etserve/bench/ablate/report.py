@@ -165,23 +165,7 @@ def _kv_share(figures: Figures) -> str:
 
 
 def _quality(quality: Mapping[str, QualityRun]) -> str:
-    rows = []
-    for name, run in quality.items():
-        nll = [value for each in run.nll_nats for value in each]
-        shares = [value for each in run.kept_fractions for value in each]
-        rows.append(
-            [
-                name,
-                shown(float(np.mean(nll)) if nll else None, 1.0, 4),
-                loss_text(loss(run, quality[BASELINE])) if BASELINE in quality else "–",
-                shown(kept_share(shares), 100.0, 1),
-                shown(float(np.mean([share < 1.0 for share in shares])) if shares else None, 100.0, 0),
-                _accuracy(run.cloze_hits),
-                _mean(run.cloze_nll),
-                _accuracy(run.needle_hits),
-                _mean(run.needle_nll),
-            ]
-        )
+    rows = [_quality_row(name, run, quality.get(BASELINE)) for name, run in quality.items()]
     header = [
         "arm",
         "NLL, nats",
@@ -210,6 +194,22 @@ def loss_text(found: Loss | None) -> str:
         return "–"
     interval = "" if found.low is None or found.high is None else f" [{found.low:+.2%}, {found.high:+.2%}]"
     return f"{found.value:+.2%}{interval}"
+
+
+def _quality_row(name: str, run: QualityRun, baseline: QualityRun | None) -> list[str]:
+    nll = [value for each in run.nll_nats for value in each]
+    shares = [value for each in run.kept_fractions for value in each]
+    return [
+        name,
+        shown(float(np.mean(nll)) if nll else None, 1.0, 4),
+        loss_text(None if baseline is None else loss(run, baseline)),
+        shown(kept_share(shares), 100.0, 1),
+        shown(float(np.mean([share < 1.0 for share in shares])) if shares else None, 100.0, 0),
+        _accuracy(run.cloze_hits),
+        _mean(run.cloze_nll),
+        _accuracy(run.needle_hits),
+        _mean(run.needle_nll),
+    ]
 
 
 def _mean(values: Sequence[float]) -> str:
