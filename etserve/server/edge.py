@@ -115,6 +115,9 @@ class Edge:
         self._check_body_headers(headers)
 
     def _check_body_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            # A proxy in front may have believed the one that we do not: where this request ends is in doubt.
+            raise http_error(400, "Content-Length and Transfer-Encoding exclude each other.", code="invalid_http")
         for name, value in headers:
             if name == b"content-length" and int(value[:18]) > self._config.max_body_bytes:
                 raise self._too_large()

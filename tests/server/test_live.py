@@ -324,6 +324,14 @@ def test_expect_continue_is_not_granted_to_who_may_not_send(guarded: Live) -> No
     assert reply.startswith(b"HTTP/1.1 401")
 
 
+def test_a_request_with_two_framings_is_refused_and_its_connection_closed(plain: Live) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    body = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    reply = exchange(plain, head + body + b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    assert status_of(reply) == 400
+    assert reply.count(b"HTTP/1.1 ") == 1
+
+
 def test_pipelined_requests_are_answered_in_order(plain: Live) -> None:
     one = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     last = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
