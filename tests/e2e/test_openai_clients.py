@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tests.e2e.conftest import Server
 
-QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "Please tell me the capital of France."}]
 
 
 @pytest.fixture
