@@ -5,7 +5,7 @@ from typing import Any
 
 from etserve.outputs import SequenceOutput, TokenEntropy, TokenLogprobs
 from etserve.server.logprobs import chat_logprobs
-from etserve.server.replies import ReplyFacts, Usage, entropic_summary, entropic_tokens
+from etserve.server.replies import ReplyFacts, Usage, entropic_record, entropic_summary, entropic_tokens
 
 
 @dataclass(slots=True)
@@ -50,9 +50,7 @@ class ChatReply:
             "stop_reason": last.stop_reason if last else None,
         }
         if self._facts.trace != "none" and last is not None:
-            shaped["entropic"] = entropic_summary(last.entropy_summary)
-            if self._facts.trace == "tokens":
-                shaped["entropic"]["tokens"] = entropic_tokens(choice.entropies)
+            shaped["entropic"] = entropic_record(self._facts.trace, last.entropy_summary, choice.entropies)
         return shaped
 
     def opening(self) -> list[dict[str, Any]]:

@@ -70,6 +70,12 @@ class Usage:
         return usage
 
 
+def entropic_record(trace: Trace, summary: EntropySummary | None, entries: list[TokenEntropy]) -> dict[str, Any]:
+    """A whole choice's record: the summary, and with trace "tokens" an entry per token."""
+    record = entropic_summary(summary)
+    return {**record, "tokens": entropic_tokens(entries)} if trace == "tokens" else record
+
+
 def entropic_tokens(entries: list[TokenEntropy]) -> list[dict[str, float]]:
     """The record of each token, by name."""
     return [msgspec.structs.asdict(entry) for entry in entries]
