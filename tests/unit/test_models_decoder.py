@@ -15,8 +15,7 @@ from etserve.config import EngineConfig
 from etserve.errors import ConfigError, ModelError
 from etserve.models.files import ModelFiles, resolve_model
 from etserve.models.loader import LoadedModel, load_model, open_checkpoint
-from etserve.models.tensors import expected_shapes, hf_name
-from tests.unit.model_helpers import UNIT_MODEL, needs_demo, run_chunks, save_tiny, transformers_logits
+from tests.unit.model_helpers import UNIT_MODEL, demo_oracle, needs_demo, run_chunks, save_tiny, transformers_logits
 
 ODD = {"hidden_size": 108, "intermediate_size": 83}  # head_dim 18; the native kernels start at 16
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,27 +124,6 @@ def test_what_a_loaded_model_says_of_itself() -> None:
 
 @needs_demo
 def test_the_demo_gives_transformers_logits_on_the_same_dequantised_weights() -> None:
-    files = resolve_model("demo")
-    checkpoint = open_checkpoint(files)
-    spec, weights = checkpoint.spec, checkpoint.weights
-    config = transformers.LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49_152,
-        max_position_embeddings=8192,
-        rms_norm_eps=spec.rms_norm_eps,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    )
-    with torch.device("meta"):
-        oracle = transformers.LlamaForCausalLM(config)
-    state = {hf_name(name): weights.tensor(name, torch.float32) for name in expected_shapes(spec)}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    oracle.load_state_dict(state, assign=True)
-    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
     tokens = [
         1,
         9690,
@@ -168,9 +146,9 @@ def test_the_demo_gives_transformers_logits_on_the_same_dequantised_weights() ->
         8182,
         2,
     ]
-    model = load(files)
+    model = load(resolve_model("demo"))
     got = run_chunks(model.decoder, tokens, [13, 1, 6])
-    torch.testing.assert_close(got, transformers_logits(oracle.eval(), tokens), atol=1e-3, rtol=0)
+    torch.testing.assert_close(got, transformers_logits(demo_oracle(), tokens), atol=1e-3, rtol=0)
     assert (model.quantization, model.eos_token_ids, model.max_model_len) == ("Q4_1", (0, 2), 8192)
     assert model.num_parameters == 134_515_008
 
