@@ -54,6 +54,9 @@ class EntropySummary(msgspec.Struct, frozen=True, kw_only=True):
     blocks_evicted: int
     tau_per_gb: float = 0.0  # of keys and values, and its share of the weights of each step it took part in
     tau_per_second: float = 0.0  # from its first step to its end
+    tau_deadband_nats: float = 0.0  # as tau, but blind to changes of up to 0.05 nats
+    tau_ratchet_nats: float = 0.0  # fall of the running minimum of the averaged entropy
+    surprisal_nats: float = 0.0  # sum of -ln p of the drawn tokens, raw logits
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -53,6 +53,7 @@ class Sampled:
     entropy_nats: float  # of softmax(raw logits), before anything the client asked for
     varentropy: float
     temperature: float  # in force for this draw
+    surprisal_nats: float = 0.0  # -ln p of the token under softmax(raw logits)
     logprobs: TokenLogprobs | None = None  # when params.logprobs is set
     measured: TokenMeasure = NOT_MEASURED  # for the control loop
 
@@ -65,8 +66,8 @@ class ModelRunnerOutput:
     # of tokens start+1 .. end, as far as they are the prompt's
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)  # seq_id -> error code (non-finite logits, dead grammar)
-    # nats, of the output tokens that this step replayed
-    forced_entropies: dict[int, list[float]] = field(default_factory=dict)
+    # (entropy, surprisal) in nats of the output tokens that this step replayed
+    forced_entropies: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     num_nonfinite_rows: int = 0
     flops: dict[int, float] = field(default_factory=dict)  # seq_id -> this step's share
     # seq_id -> keys and values read and written, and an equal share of the weights

@@ -181,10 +181,10 @@ class LLMEngine:
 
     def _replay_clocks(self, result: ModelRunnerOutput) -> None:
         """Move the clocks of resumed sequences over the tokens that were drawn before the engine was restarted."""
-        for seq_id, entropies in result.forced_entropies.items():
+        for seq_id, measured in result.forced_entropies.items():
             renderer = self._renderers[seq_id]
-            for entropy in entropies:
-                renderer.seq.clock = renderer.seq.clock.observe(entropy)
+            for entropy_nats, surprisal_nats in measured:
+                renderer.seq.clock = renderer.seq.clock.observe(entropy_nats, surprisal_nats)
             renderer.measure_advance()  # counted in the statistics when they were drawn
 
     def _make_sequence(self, request: GenerateRequest, choice: int) -> Sequence:

@@ -160,6 +160,9 @@ def _summary(seq: Sequence, now: float) -> EntropySummary:
         blocks_evicted=0,
         tau_per_gb=_ratio(clock.tau_nats, seq.bytes_read * 1e-9),
         tau_per_second=_ratio(clock.tau_nats, _seconds_in_service(seq, now)),
+        tau_deadband_nats=clock.tau_deadband_nats,
+        tau_ratchet_nats=clock.tau_ratchet_nats,
+        surprisal_nats=clock.surprisal_nats,
     )
 
 

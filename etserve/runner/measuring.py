@@ -37,13 +37,21 @@ class RawRows:
         """Of any of these tokens, in the row as it stands."""
         return float(np.exp(self.logits[index][ids] - self._log_sum_exp[index]).sum())
 
-    def sampled(self, index: int, seq: Sequence, token_id: int, measured: TokenMeasure) -> Sampled:
+    def surprisal(self, index: int, token_id: int, scale: float) -> float:
+        """-ln p of a token in the raw row; `scale`: what the row was divided by, if it was not kept."""
+        row = self._kept.get(index)
+        raw = float(self.logits[index][token_id]) * scale if row is None else float(row[token_id])
+        return float(self._log_sum_exp[index]) - raw
+
+    def sampled(self, index: int, seq: Sequence, token_id: int, measured: TokenMeasure, scale: float = 1.0) -> Sampled:
+        """What the row gave; `scale` as for `surprisal`."""
         wanted = seq.params.logprobs
         return Sampled(
             token_id=token_id,
             entropy_nats=self._entropy[index],
             varentropy=self._varentropy[index],
             temperature=seq.temperature,
+            surprisal_nats=self.surprisal(index, token_id, scale),
             logprobs=None if wanted is None else self.logprobs(index, token_id, wanted),
             measured=measured,
         )
@@ -70,6 +78,8 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) ->
     return [raw.logprobs(index, token_id, num_top) for index, token_id in enumerate(token_ids)]
 
 
-def entropies(logits: torch.Tensor) -> list[float]:
-    """Entropy in nats of each row."""
-    return [float(value) for value in rows.row_pass(logits, 0).entropy.tolist()]
+def entropies(logits: torch.Tensor, token_ids: list[int]) -> list[tuple[float, float]]:
+    """Entropy of each row and surprisal -ln p of the token that was drawn from it, in nats."""
+    raw = RawRows(logits.numpy(), rows.row_pass(logits, 0))
+    surprisals = [raw.surprisal(index, token_id, 1.0) for index, token_id in enumerate(token_ids)]
+    return list(zip(raw.stats.entropy.tolist(), surprisals, strict=True))

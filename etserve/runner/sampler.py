@@ -119,18 +119,18 @@ class Sampler:
             token_id, measured = int(tokens[index]), NOT_MEASURED
             if seq.control.is_measured:
                 measured = steered.measure(index, seq, token_id, raw.logits[index], ends[index])
-            drawn.sampled[seq.seq_id] = raw.sampled(index, seq, token_id, measured)
+            drawn.sampled[seq.seq_id] = raw.sampled(index, seq, token_id, measured, steered.scale(index, seq))
         return drawn
 
-    def replay(self, seq: Sequence, position: int, logits: torch.Tensor) -> list[float]:
+    def replay(self, seq: Sequence, position: int, logits: torch.Tensor) -> list[tuple[float, float]]:
         """Move the sequence's control loop over output tokens that were drawn before an engine restart.
 
         `logits`: raw, f32 [R, vocab], of positions position .. position + R - 1; overwritten. Returns their entropies
-        in nats. One row at a time, for each token's temperature depends on the one before.
+        and surprisals in nats. One row at a time, for each token's temperature depends on the one before.
         """
-        found = entropies(logits)
+        found = entropies(logits, seq.token_ids[position + 1 : position + 1 + len(logits)])
         wishes = self._wishes[seq.seq_id]
-        for offset, entropy_nats in enumerate(found):
+        for offset, (entropy_nats, _) in enumerate(found):
             measured, next_position = NOT_MEASURED, position + 1 + offset
             if seq.control.measures_temperature:
                 row = logits[offset : offset + 1]
@@ -184,8 +184,7 @@ class Sampler:
             wishes = self._wishes[seq.seq_id]
             if seq.seq_id in drawn.failed or not wishes.are_wanted(seq):
                 continue
-            if seq.params.logprobs is not None:
-                raw.keep(index)
+            raw.keep(index)
             row = raw.logits[index]
             changed.add(index)
             if code := wishes.apply(row, seq):

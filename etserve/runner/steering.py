@@ -69,6 +69,10 @@ class SteeredRows:
         """By which the row is still to be divided when the next token is drawn."""
         return 1.0 if index in self._scaled else max(seq.temperature, MIN_TEMPERATURE)
 
+    def scale(self, index: int, seq: Sequence) -> float:
+        """What the row has been divided by."""
+        return _measuring_temperature(seq) if index in self._scaled else 1.0
+
     @staticmethod
     def cuts(seq: Sequence) -> bool:
         """Whether the sequence's mode takes tokens out of its rows."""

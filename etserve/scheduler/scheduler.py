@@ -245,7 +245,7 @@ class Scheduler:
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         seq.token_ids.append(sampled.token_id)
-        seq.clock = seq.clock.observe(sampled.entropy_nats)
+        seq.clock = seq.clock.observe(sampled.entropy_nats, sampled.surprisal_nats)
         seq.control = seq.control.observe(sampled.entropy_nats, sampled.measured)
         if seq.first_token_seconds is None:
             seq.first_token_seconds = now

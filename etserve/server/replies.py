@@ -12,7 +12,10 @@ from etserve.sampling_params import SamplingParams, Trace
 from etserve.tokenizer.tokenizer import Tokenizer
 
 FINGERPRINT = f"etserve-{__version__}"
-_SUMS = ("tau_nats", "tau_up_nats", "nats_resolved", "blocks_evicted")
+_SUMS = (
+    *("tau_nats", "tau_up_nats", "tau_deadband_nats", "tau_ratchet_nats"),
+    *("nats_resolved", "surprisal_nats", "blocks_evicted"),
+)
 
 
 @dataclass(frozen=True, slots=True)

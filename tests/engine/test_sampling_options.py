@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from etserve.errors import RequestError
 from etserve.runner.grammar import validate_grammar
 from etserve.runner.penalties import TokenCounts
-from etserve.sampling_params import Grammar, SamplingParams
+from etserve.sampling_params import EntropicParams, Grammar, SamplingParams
 from etserve.sequence import Sequence
 from tests.engine.helpers import PROMPTS, encode, make_engine, reference_logits, request, run, run_one
 
@@ -217,6 +218,30 @@ def test_the_entropy_trace_is_measured_on_raw_logits_and_tau_follows_from_it() -
     assert summary.final_entropy_nats == entropies[-1]
     assert summary.tau_per_gflop > 0
     assert {entry.temperature for entry in output.entropies} == {0.6}
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {},
+        {"logit_bias": {32: 5.0}, "presence_penalty": 0.5},
+        {"entropic": EntropicParams(temperature_mode="two_sided", target_entropy_nats=2.0)},
+        {"entropic": EntropicParams(temperature_mode="mirostat", target_entropy_nats=2.0), "logprobs": 2},
+    ],
+)
+@pytest.mark.parametrize("num_resumed", [0, 9])
+def test_surprisal_is_of_the_raw_logits_whatever_bends_the_draw(wishes: dict[str, Any], num_resumed: int) -> None:
+    wanted = request("r", PROMPTS[0], temperature=0.6, seed=9, trace="summary", **wishes)
+    output = run_one(make_engine(), wanted)
+    if num_resumed:  # after an engine restart the clock is moved over the tokens that were sent before it
+        forced = msgspec.structs.replace(wanted, forced_output=[output.token_ids[:num_resumed]])
+        resumed = run_one(make_engine(), forced)
+        assert resumed.token_ids == output.token_ids[num_resumed:]
+        output = msgspec.structs.replace(output, entropy_summary=resumed.entropy_summary)
+    rows = torch.log_softmax(reference_logits(wanted.prompt_token_ids + output.token_ids), -1)
+    drawn = rows[len(wanted.prompt_token_ids) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])
+    assert output.entropy_summary is not None
+    assert output.entropy_summary.surprisal_nats == pytest.approx(-float(drawn.sum()), abs=0.02)
 
 
 def test_the_record_is_as_long_as_asked_for() -> None:
