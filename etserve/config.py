@@ -145,6 +145,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys_file: str | None = None  # one key a line; ETSERVE_API_KEYS (comma separated) adds to it
     api_keys: tuple[str, ...] = ()  # from the environment or a TOML file, never from argv
     allowed_hosts: tuple[str, ...] = ()  # Host headers; empty: any, but loopback names only where no key is needed
+    engine_start_timeout_seconds: WaitSeconds = 600.0  # a first start that takes longer has failed
     drain_delay_seconds: Seconds = 0.0  # after SIGTERM: not ready, but still accepting
     drain_timeout_seconds: Seconds = 30.0
     header_timeout_seconds: Seconds = 10.0

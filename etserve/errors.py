@@ -16,6 +16,10 @@ class ModelError(EtserveError):
     """
 
 
+class EngineStartError(EtserveError):
+    """The engine did not get ready in time: the start stops with exit code 70."""
+
+
 class RequestError(EtserveError):
     """The client's request cannot be served as it stands (HTTP 400).
 

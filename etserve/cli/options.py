@@ -66,6 +66,7 @@ SERVER_HELP = {
     "insecure": "Listen beyond this machine without API keys.",
     "api_keys_file": "File with one API key a line.",
     "allowed_hosts": "Host headers to accept, comma separated. Default: any.",
+    "engine_start_timeout_seconds": "How long the engine may take to load the model at the start.",
     "drain_delay_seconds": "After SIGTERM: not ready, but still accepting.",
     "drain_timeout_seconds": "After SIGTERM: how long running requests may take to finish.",
     "header_timeout_seconds": "How long a client may take to send its headers.",

@@ -23,12 +23,25 @@ def serve(
     settings = read_config(Path(config) if config else None, flags, model)
 
     from etserve import log
-    from etserve.engine.process import ProcessEngine
+    from etserve.engine.child import EngineProcess
+    from etserve.engine.frames import Configure
     from etserve.models.files import resolve_model
+    from etserve.server.listening import open_listener
+
+    log_level = settings.server.log_level
+    log.configure(log_level)
+    resolve_model(settings.engine.model)  # a missing file is said at once, not by the engine process
+    listener = open_listener(settings.server)
+    typer.echo(f"etserve: loading {settings.engine.model}", err=True)
+    started = EngineProcess.spawn(Configure(settings.engine, log_level))  # it loads while this process imports the rest
+
+    from etserve.engine.process import ProcessEngine
     from etserve.server.run import serve as run_server
 
-    log.configure(settings.server.log_level)
-    resolve_model(settings.engine.model)  # a missing file is said at once, not by the engine process
-    typer.echo(f"etserve: loading {settings.engine.model}", err=True)
-    code = run_server(settings, ProcessEngine(settings.engine, log_level=settings.server.log_level))
-    raise typer.Exit(code or 0)
+    engine = ProcessEngine(
+        settings.engine,
+        log_level=log_level,
+        started=started,
+        start_timeout_seconds=settings.server.engine_start_timeout_seconds,
+    )
+    raise typer.Exit(run_server(settings, engine, listener=listener) or 0)

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import etserve
 from etserve.engine.frames import (
+    Configure,
     FrameBuffer,
     FrameError,
     Ready,
@@ -22,6 +23,7 @@ from etserve.engine.frames import (
 
 _READ_BYTES = 1 << 20
 _SOCKET_BYTES = 1 << 22
+_EXIT_POLL_SECONDS = 0.01
 
 
 class EngineLostError(Exception):
@@ -29,30 +31,35 @@ class EngineLostError(Exception):
 
 
 class EngineProcess:
-    """One engine process and this end of its socket pair."""
+    """One engine process and this end of its socket pair. It can be started before there is an event loop."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._socket = sock
         self._buffer = FrameBuffer()
 
     @classmethod
-    async def spawn(cls) -> "EngineProcess":
+    def spawn(cls, first: Configure) -> "EngineProcess":
+        """Start a process that loads what `first` says, without waiting for it. It ends when our end closes."""
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "etserve.engine.worker", "--fd", str(theirs.fileno())),
+            process = subprocess.Popen(
+                (sys.executable, "-P", "-m", "etserve.engine.worker", "--fd", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 env=_child_environment(),
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_BYTES)
-        return cls(process, reader, writer)
+        ours.sendall(encode(first))  # far below what the socket buffers
+        return cls(process, ours)
+
+    async def connect(self) -> None:
+        """Give our end to this event loop; once, before anything is received or sent."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_READ_BYTES)
 
     @property
     def pid(self) -> int:
@@ -77,19 +84,23 @@ class EngineProcess:
                 return messages
 
     def kill(self) -> None:
-        # Not by the process object: it polls first, which may take the exit code away from the event loop's watcher.
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        """Idempotent; the process object never signals a process that it has reaped."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def end(self, patience_seconds: float) -> int:
         """Wait for the process, then kill it; return its exit code. No zombie is left."""
         try:
-            await asyncio.wait_for(self._process.wait(), patience_seconds)
+            await asyncio.wait_for(self._exit_code(), patience_seconds)
         except TimeoutError:
             self.kill()
-        code = await self._process.wait()
+        code = await self._exit_code()
         self._writer.close()
+        return code
+
+    async def _exit_code(self) -> int:
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(_EXIT_POLL_SECONDS)
         return code
 
 

@@ -10,10 +10,11 @@ from etserve.config import EngineConfig
 from etserve.engine.child import EngineLostError, EngineProcess, describe_exit
 from etserve.engine.frames import Configure, Ready, Shutdown, StartFailed, StepDone, ToEngine
 from etserve.engine.front import HUNG_SECONDS, EngineFront
-from etserve.errors import ConfigError, ModelError
+from etserve.errors import ConfigError, EngineStartError, ModelError
 from etserve.log import get_logger, log_facts
 from etserve.outputs import ModelInfo
 
+START_TIMEOUT_SECONDS = 600.0  # a large checkpoint on a cold disk takes minutes
 KILL_AFTER_SECONDS = 20.0  # without a step while there is work
 MAX_RESTARTS = 5  # in RESTART_WINDOW_SECONDS
 RESTART_WINDOW_SECONDS = 300.0
@@ -31,15 +32,20 @@ class ProcessEngine(EngineFront):
         config: EngineConfig,
         *,
         log_level: str = "info",
+        started: EngineProcess | None = None,
+        start_timeout_seconds: float = START_TIMEOUT_SECONDS,
         hung_seconds: float = HUNG_SECONDS,
         kill_after_seconds: float = KILL_AFTER_SECONDS,
         first_backoff_seconds: float = FIRST_BACKOFF_SECONDS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`started`: a process that loads `config` already; the first start takes it instead of one of its own."""
         super().__init__(config, hung_seconds, now)
         self._log_level = log_level
         self._kill_after_seconds = kill_after_seconds
         self._first_backoff_seconds = first_backoff_seconds
+        self._started = started
+        self._start_timeout_seconds = start_timeout_seconds
         self._process: EngineProcess | None = None
         self._is_connected = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -51,8 +57,8 @@ class ProcessEngine(EngineFront):
         self._state = "starting"
         begin = self._now()
         try:
-            info = await self._launch()
-        except (ConfigError, ModelError) as error:
+            info = await self._launch_in_time()
+        except (ConfigError, EngineStartError, ModelError) as error:
             self._state, self._detail = "failed", str(error)
             self._failed.set()
             raise
@@ -89,11 +95,20 @@ class ProcessEngine(EngineFront):
 
     # --- life of the process
 
+    async def _launch_in_time(self) -> ModelInfo:
+        try:
+            return await asyncio.wait_for(self._launch(), self._start_timeout_seconds)
+        except TimeoutError:
+            raise EngineStartError(
+                f"the engine was not ready within {self._start_timeout_seconds:g} s (engine_start_timeout_seconds)"
+            ) from None
+
     async def _launch(self) -> ModelInfo:
         """Start a process and return when its model is ready. Raises ConfigError or ModelError, leaving no process."""
-        self._process = process = await EngineProcess.spawn()
+        process, self._started = self._started, None
+        self._process = process = process or EngineProcess.spawn(Configure(self._config, self._log_level))
         try:
-            process.send(Configure(self._config, self._log_level))
+            await process.connect()
             message = (await process.receive())[0]
         except EngineLostError:
             code = await process.end(_STOP_SECONDS)

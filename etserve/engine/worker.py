@@ -20,6 +20,7 @@ _THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP
 
 def main() -> int:
     """Return the exit code: 0 after Shutdown or the front end's end, 1 if the engine could not start."""
+    gc.disable()  # until the model is loaded: what imports and loading make stays anyway
     parser = argparse.ArgumentParser(prog="etserve.engine.worker")
     parser.add_argument("--fd", type=int, required=True)
     channel = EngineChannel(socket.socket(fileno=parser.parse_args().fd))
@@ -52,6 +53,7 @@ def _serve(channel: EngineChannel) -> int:
 
     gc.collect()
     gc.freeze()  # what was loaded lives on: no collection need look at it again
+    gc.enable()
     channel.send(Ready(engine.info))
 
     def send(report: StepDone) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 import time
@@ -13,12 +12,11 @@ import uvicorn
 
 from etserve.config import Config, ServerConfig
 from etserve.engine.client import AsyncEngine
-from etserve.errors import ConfigError
 from etserve.models.files import resolve_model
 from etserve.server.app import create_app, state_of
-from etserve.server.auth import is_loopback, load_keys
 from etserve.server.edge import Edge
 from etserve.server.http_protocol import MAX_HEADER_BYTES, timed_protocol
+from etserve.server.listening import open_listener
 from etserve.tokenizer import load_tokenizer
 from etserve.tokenizer.tokenizer import Tokenizer
 
@@ -33,45 +31,16 @@ LAST_WORDS_SECONDS = 1.0  # for the error events of streams that a drain or a fa
 Say = Callable[[str], None]
 
 
-def serve(config: Config, engine: AsyncEngine, say: Say | None = None) -> int:
+def serve(config: Config, engine: AsyncEngine, say: Say | None = None, listener: socket.socket | None = None) -> int:
     """Serve until a signal or until the engine has failed for good; return the exit code.
 
-    `say` gets the one line that tells of readiness (default: standard output). The port answers /health/live while the
-    model loads. Raises ConfigError (address, keys, port) before anything is started, and what the engine's start
-    raises (ModelError, ConfigError).
+    `say` gets the one line that tells of readiness (default: standard output). `listener` is what `open_listener` gave,
+    where the caller has it already; it is closed in the end. The port answers /health/live while the model loads.
+    Raises ConfigError (address, keys, port) before anything is started, and what the engine's start raises
+    (ModelError, ConfigError, EngineStartError).
     """
-    check_exposure(config.server)
-    listener = bind(config.server)
-    try:
-        return asyncio.run(Service(config, engine, listener, say or _print).run())
-    finally:
-        listener.close()
-
-
-def check_exposure(config: ServerConfig) -> None:
-    """Refuse an address that others can reach when no key is set. Raises ConfigError."""
-    if not config.insecure and not is_loopback(config.host) and not load_keys(config):
-        raise ConfigError(
-            f"host {config.host} is reachable from outside and no API key is set: "
-            "set ETSERVE_API_KEYS or api_keys_file, or allow it with --insecure"
-        )
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """Open the listening socket; port 0 takes a free one. Raises ConfigError with the system's reason."""
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(config.host).version == 6 else socket.AF_INET
-    except ValueError:
-        family = socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror or 'unknown host'}") from None
-    listener.set_inheritable(False)
-    return listener
+    with listener or open_listener(config.server) as opened:
+        return asyncio.run(Service(config, engine, opened, say or _print).run())
 
 
 class _Server(uvicorn.Server):

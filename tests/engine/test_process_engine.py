@@ -16,9 +16,10 @@ from unittest.mock import patch
 import pytest
 
 from etserve.engine.child import EngineProcess
+from etserve.engine.frames import Configure
 from etserve.engine.process import ProcessEngine
 from etserve.engine.streams import merge
-from etserve.errors import ConfigError, EngineUnavailableError, ModelError, RequestError
+from etserve.errors import ConfigError, EngineStartError, EngineUnavailableError, ModelError, RequestError
 from etserve.outputs import GenerateRequest, SequenceOutput, StepStats
 from etserve.sampling_params import Grammar
 from tests.engine.helpers import PROMPTS, UNIT_MODEL, make_engine, request, run, unit_config
@@ -328,6 +329,44 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     asyncio.run(main())
 
 
+def test_a_start_that_takes_too_long_fails_by_name_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    hangs.chmod(0o755)
+    monkeypatch.setattr("etserve.engine.child.sys.executable", str(hangs))
+
+    async def main() -> None:
+        engine = ProcessEngine(unit_config(), log_level="error", start_timeout_seconds=0.3)
+        starting = asyncio.create_task(engine.start())
+        while engine.health().engine_pid is None:
+            await asyncio.sleep(0.01)
+        pid = pid_of(engine)
+        with pytest.raises(EngineStartError, match=r"0\.3 s \(engine_start_timeout_seconds\)"):
+            await starting
+        assert engine.health().state == "failed"
+        assert not Path(f"/proc/{pid}").exists()
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_process_started_before_the_loop_is_the_one_that_serves() -> None:
+    config = unit_config()
+    started = EngineProcess.spawn(Configure(config, "error"))
+
+    async def main() -> None:
+        engine = ProcessEngine(config, log_level="error", started=started)
+        await engine.start()
+        assert engine.health().engine_pid == started.pid
+        assert (await collect(engine, request("a", PROMPTS[0])))[-1].finish_reason is not None
+        await engine.stop()
+        assert not Path(f"/proc/{started.pid}").exists()
+
+    asyncio.run(main())
+
+
 def spawn_worker() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
@@ -341,7 +380,8 @@ def spawn_worker() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 def test_killing_twice_does_not_lose_the_exit_code() -> None:
     async def main() -> None:
-        process = await EngineProcess.spawn()
+        process = EngineProcess.spawn(Configure(unit_config(), "error"))
+        await process.connect()
         for _ in range(2000):
             process.kill()
         assert await process.end(5.0) == -signal.SIGKILL

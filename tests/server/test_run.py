@@ -17,7 +17,7 @@ import pytest
 from etserve.config import ServerConfig
 from etserve.errors import ConfigError
 from etserve.server.auth import is_loopback
-from etserve.server.run import bind, check_exposure
+from etserve.server.listening import bind, check_exposure
 from tests.server.helpers import events, wait_until
 
 ROOT = Path(__file__).parents[2]
