@@ -135,6 +135,7 @@ int with_heads(const EtserveDecode& a, const Partials& partials, void* stream) {
 
 template <class T>
 int with_parts(const EtserveDecode& a, const Partials& partials, void* stream) {
+  if (a.head_dim <= 32) return with_heads<T, 4>(a, partials, stream);
   if (a.head_dim <= 64) return with_heads<T, 8>(a, partials, stream);
   if (a.head_dim <= 128) return with_heads<T, 16>(a, partials, stream);
   return with_heads<T, 32>(a, partials, stream);
@@ -155,14 +156,12 @@ extern "C" int64_t etserve_cuda_decode_scratch_bytes(int32_t num_seqs, int32_t m
 
 extern "C" int etserve_cuda_decode_attention(const EtserveDecode* args, void* stream) {
   const EtserveDecode& a = *args;
-  if (a.head_dim < 64 || a.head_dim > 256 || a.head_dim % 8 != 0 || a.num_seqs < 0 || a.num_seqs > 65535) return kInvalidValue;
+  if (a.head_dim < 8 || a.head_dim > 256 || a.head_dim % 8 != 0 || a.num_seqs < 0 || a.num_seqs > 65535) return kInvalidValue;
   if (a.num_kv_heads < 1 || a.num_heads % a.num_kv_heads != 0 || a.num_heads > 65535 || a.max_blocks < 1) return kInvalidValue;
   if (a.num_seqs == 0) return 0;
   const int32_t partitions = num_partitions(a.max_blocks);
   const int64_t rows = static_cast<int64_t>(a.num_seqs) * a.num_heads * partitions;
   float* scratch = static_cast<float*>(a.scratch);
   const Partials partials{scratch + rows * a.head_dim, scratch + rows * (a.head_dim + 1), scratch, partitions};
-  if (a.dtype == ETSERVE_BF16) return with_parts<Bf16>(a, partials, stream);
-  if (a.dtype == ETSERVE_F16) return with_parts<F16>(a, partials, stream);
-  return kInvalidValue;
+  return with_type(a.dtype, [&](auto element) { return with_parts<decltype(element)>(a, partials, stream); });
 }

@@ -51,7 +51,8 @@ struct Heads {
 template <class T, int kHeads, int kParts>
 struct Warp {
   static constexpr int kSideBySide = kWarp / kParts, kSteps = kBlockTokens / kSideBySide;
-  static constexpr int kLoaded = kHeads > 4 || kSteps < 4 ? 2 : 4;  // keys and values on their way at once: what registers hold
+  // Keys and values on their way at once: what registers hold.
+  static constexpr int kLoaded = (kHeads > 4 || kSteps < 4 ? 2 : 4) / (sizeof(T) == 4 ? 2 : 1);
   float query[kHeads][8];
   Stream<kHeads> stream;
   int part, token;  // which 8 dimensions, which of the tokens side by side

@@ -23,8 +23,9 @@ __global__ void __launch_bounds__(kThreads) normalise(EtserveRmsNorm a) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) gate_up(EtserveSiluMul a) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= a.count) return;
-  const float gate = widen(static_cast<const T*>(a.gate)[i]), up = widen(static_cast<const T*>(a.up)[i]);
+  if (i >= a.rows * a.size) return;
+  const int64_t at = i / a.size * a.stride + i % a.size;
+  const float gate = widen(static_cast<const T*>(a.gate)[at]), up = widen(static_cast<const T*>(a.up)[at]);
   narrow(gate / (1.0f + expf(-gate)) * up, static_cast<T*>(a.out)[i]);
 }
 
@@ -86,9 +87,9 @@ extern "C" int etserve_cuda_rms_norm(const EtserveRmsNorm* args, void* stream) {
 }
 
 extern "C" int etserve_cuda_silu_mul(const EtserveSiluMul* args, void* stream) {
-  const int64_t blocks = ceil_div(args->count, kThreads);
-  if (args->count < 0 || blocks > kMaxGrid) return kInvalidValue;
-  if (args->count == 0) return 0;
+  if (args->rows < 0 || args->size < 1 || args->rows > kMaxGrid * kThreads / args->size) return kInvalidValue;
+  const int64_t blocks = ceil_div(args->rows * args->size, kThreads);
+  if (blocks == 0) return 0;
   return with_type(args->dtype, [&](auto element) {
     using T = decltype(element);
     return launch(gate_up<T>, dim3(static_cast<unsigned>(blocks)), kThreads, stream, *args);

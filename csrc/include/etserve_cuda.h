@@ -63,11 +63,11 @@ int etserve_cuda_rms_norm(const EtserveRmsNorm* args, void* stream);
 
 // out = silu(gate) * up. f32 inside.
 typedef struct {
-  const void* gate;  // [count] of dtype
-  const void* up;    // [count]
-  void* out;         // [count]; may be either
+  const void* gate;  // [rows][stride] of dtype, the first `size` of each row
+  const void* up;    // likewise
+  void* out;         // [rows][size]; may be either where stride is size
   int32_t dtype;
-  int64_t count;
+  int64_t rows, size, stride;
 } EtserveSiluMul;
 int etserve_cuda_silu_mul(const EtserveSiluMul* args, void* stream);
 
@@ -96,9 +96,9 @@ typedef struct {
   const void* q;   // [num_seqs][num_heads][head_dim] of dtype, rotated; `scale` is applied inside
   void* out;       // like q
   const void* kv;  // one layer's cache
-  int32_t dtype;   // bf16 or f16, of all three
+  int32_t dtype;   // any, of all three
   int32_t num_seqs, max_blocks, num_heads, num_kv_heads;
-  int32_t head_dim;  // a multiple of 8 in 64 .. 256
+  int32_t head_dim;  // a multiple of 8 in 8 .. 256
   int32_t window;    // > 0: only the last `window` positions
   float scale;
   const int32_t* block_tables;  // [num_seqs][max_blocks]

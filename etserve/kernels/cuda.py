@@ -5,7 +5,6 @@ same functions run the emulator's library on CPU tensors. Tensors are taken as t
 copies to the host or waits.
 """
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -13,18 +12,14 @@ from pathlib import Path
 
 import torch
 
-from etserve.kernels import cuda_abi
+from etserve.kernels.cuda_library import CudaLibrary, dtype_code
 from etserve.kernels.native import DTYPE_CODES
 from etserve.kernels.reference_attention import BLOCK_SIZE
 from etserve.kernels.reference_rows import MAX_TOP
 
 MAX_VOCAB = 1 << 20
-MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 256
+MAX_HEAD_DIM = 256
 LIBRARY = "libetserve_cuda.so"
-
-
-class CudaError(RuntimeError):
-    """A kernel could not be launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +35,6 @@ class DeviceRowStats:
     top_ids: torch.Tensor  # int32 [R, k]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeOutput:
-    """Attention of one query row per sequence."""
-
-    out: torch.Tensor  # [B, H, D] in q's dtype
-    log_sum_exp: torch.Tensor  # f32 [B, H], nats
-    block_mass: torch.Tensor | None  # f32 [B, H, max_blocks]: softmax mass of each block, 0 behind the context
-
-
 @cache
 def load() -> "CudaKernels | None":
     """The kernels of this installation, None where it was built without them."""
@@ -59,16 +45,8 @@ def load() -> "CudaKernels | None":
     return None if found is None else CudaKernels(found)
 
 
-class CudaKernels:
-    """One loaded library. Methods raise ValueError for tensors that no kernel takes, CudaError if a launch fails."""
-
-    def __init__(self, library: Path) -> None:
-        self._library = cuda_abi.open_library(library)
-        self.device_type = "cpu" if self._library.etserve_cuda_is_emulated() else "cuda"
-
-    def set_emulation_seed(self, seed: int) -> None:
-        """Choose the emulator's order of blocks, warps and lanes; nothing on a device."""
-        self._library.etserve_cuda_set_emulation_seed(seed)
+class CudaKernels(CudaLibrary):
+    """Methods raise ValueError for tensors that no kernel takes, CudaError if a launch fails."""
 
     def row_pass(self, logits: torch.Tensor, k: int) -> DeviceRowStats:
         """f32, bf16 or f16 [R, V], rows contiguous, V <= 2^20; k in 0 .. 64. See rows.row_pass."""
@@ -79,8 +57,7 @@ class CudaKernels:
         ints = logits.new_empty((2, rows), dtype=torch.int32)
         top_values = logits.new_empty((rows, k), dtype=torch.float32)
         top_ids = logits.new_empty((rows, k), dtype=torch.int32)
-        size = self._library.etserve_cuda_row_pass_scratch_bytes(rows, vocab, k)
-        scratch = logits.new_empty(size, dtype=torch.uint8)
+        scratch = self.scratch("row_pass", logits, rows, vocab, k)
         outputs = (*floats, *ints, top_values, top_ids, scratch)
         self.launch(
             *("row_pass", logits, logits.data_ptr(), DTYPE_CODES[logits.dtype], k, rows, vocab, logits.stride(0)),
@@ -119,15 +96,17 @@ class CudaKernels:
         rows, size = x.shape
         out = torch.empty_like(x)
         addresses = (self.check("x", x, x.dtype, (rows, size)), self.check("weight", weight, x.dtype, (size,)))
-        self.launch("rms_norm", x, *addresses, out.data_ptr(), _code(x), rows, size, eps)
+        self.launch("rms_norm", x, *addresses, out.data_ptr(), dtype_code(x), rows, size, eps)
         return out
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, of one dtype and shape, f32 inside."""
-        out = torch.empty_like(gate)
-        shape = tuple(gate.shape)
-        addresses = (self.check("gate", gate, gate.dtype, shape), self.check("up", up, gate.dtype, shape))
-        self.launch("silu_mul", gate, *addresses, out.data_ptr(), _code(gate), gate.numel())
+        """silu(gate) * up -> contiguous [M, N]; both of one dtype and shape, rows equally far apart. f32 inside."""
+        rows, size = gate.shape
+        stride = gate.stride(0) if rows > 1 else size
+        out = gate.new_empty(rows, size)
+        parts = (("gate", gate), ("up", up))
+        addresses = [self.check_rows(name, part, gate.dtype, (rows, size), stride) for name, part in parts]
+        self.launch("silu_mul", gate, *addresses, out.data_ptr(), dtype_code(gate), rows, size, stride)
         return out
 
     def rope_and_write(
@@ -164,68 +143,10 @@ class CudaKernels:
         kv_address = self.check("kv", kv, kv.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
         q = qkv.new_empty(tokens, num_heads, head_dim)
         self.launch(
-            *("rope_and_write", qkv, qkv_address, _code(kv), num_heads, num_kv_heads, head_dim, 2 * half, tokens),
+            *("rope_and_write", qkv, qkv_address, dtype_code(kv), num_heads, num_kv_heads, head_dim, 2 * half, tokens),
             *(*inputs, *norms, eps, q.data_ptr(), kv_address),
         )
         return q
-
-    def decode_attention(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
-        *,
-        scale: float,
-        window: int = 0,
-        want_block_mass: bool = False,
-    ) -> DecodeOutput:
-        """One query row per sequence, q [B, H, D], over kv [num_blocks, 2, Hkv, 16, D], both bf16 or both f16.
-
-        block_tables int32 [B, max_blocks], context_lens int32 [B] (0: a padding row, whose output is 0), on the device
-        and not looked at. D is a multiple of 8 in 64 .. 256. window > 0: only the last `window` positions.
-        """
-        num_seqs, num_heads, head_dim = q.shape
-        num_blocks, _, num_kv_heads, _, _ = kv.shape
-        max_blocks = block_tables.shape[1]
-        if (
-            q.dtype not in (torch.bfloat16, torch.float16)
-            or head_dim % 8
-            or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
-        ):
-            raise ValueError(f"no kernel for {q.dtype} heads of {head_dim}")
-        if num_kv_heads == 0 or num_heads % num_kv_heads or window < 0:
-            raise ValueError(f"no kernel for {num_heads} heads, {num_kv_heads} KV heads, window {window}")
-        q_address = self.check("q", q, q.dtype, (num_seqs, num_heads, head_dim))
-        out = torch.empty_like(q)
-        kv_address = self.check("kv", kv, q.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim))
-        batch = (
-            self.check("block_tables", block_tables, torch.int32, (num_seqs, max_blocks)),
-            self.check("context_lens", context_lens, torch.int32, (num_seqs,)),
-        )
-        shape = (num_seqs, num_heads, max_blocks)
-        mass = q.new_empty(shape, dtype=torch.float32) if want_block_mass else None
-        log_sum_exp = q.new_empty(shape[:2], dtype=torch.float32)
-        size = self._library.etserve_cuda_decode_scratch_bytes(num_seqs, max_blocks, num_heads, head_dim)
-        scratch = q.new_empty(size, dtype=torch.uint8)
-        sizes = (num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, window)
-        outputs = (0 if mass is None else mass.data_ptr(), log_sum_exp.data_ptr(), scratch.data_ptr())
-        self.launch(
-            *("decode_attention", q, q_address, out.data_ptr(), kv_address, _code(q), *sizes, scale, *batch, *outputs)
-        )
-        return DecodeOutput(out, log_sum_exp, mass)
-
-    def launch(self, name: str, near: torch.Tensor, *fields: float) -> None:
-        """Launch on the current stream of the device that `near` lies on."""
-        launcher = getattr(self._library, f"etserve_cuda_{name}")
-        arguments = ctypes.byref(cuda_abi.LAUNCHERS[name](*fields))
-        if self.device_type == "cpu":
-            code = launcher(arguments, None)
-        else:
-            with torch.cuda.device(near.device):
-                code = launcher(arguments, torch.cuda.current_stream().cuda_stream)
-        if code != 0:
-            raise CudaError(f"{name}: {self._library.etserve_cuda_error_string(code).decode()}")
 
     def _check_logits(self, logits: torch.Tensor) -> tuple[int, int]:
         if logits.ndim != 2 or logits.dtype not in DTYPE_CODES or logits.device.type != self.device_type:
@@ -234,19 +155,3 @@ class CudaKernels:
         if not 1 <= vocab <= MAX_VOCAB or (rows and (logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab))):
             raise ValueError(f"logits must be contiguous rows of 1 .. {MAX_VOCAB}, got {list(logits.shape)}")
         return rows, vocab
-
-    def check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a contiguous tensor on the library's kind of device. Raises ValueError otherwise."""
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-            )
-        if tensor.device.type != self.device_type:
-            raise ValueError(f"{name} must be on {self.device_type}, got {tensor.device}")
-        return tensor.data_ptr()
-
-
-def _code(tensor: torch.Tensor) -> int:
-    if tensor.dtype not in DTYPE_CODES:
-        raise ValueError(f"no kernel for {tensor.dtype}")
-    return DTYPE_CODES[tensor.dtype]

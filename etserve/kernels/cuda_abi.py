@@ -30,7 +30,10 @@ class RmsNorm(ctypes.Structure):
 
 
 class SiluMul(ctypes.Structure):
-    _fields_ = (("gate", c_void_p), ("up", c_void_p), ("out", c_void_p), ("dtype", c_int32), ("count", c_int64))
+    _fields_ = (
+        *(("gate", c_void_p), ("up", c_void_p), ("out", c_void_p), ("dtype", c_int32)),
+        *(("rows", c_int64), ("size", c_int64), ("stride", c_int64)),
+    )
 
 
 class Rope(ctypes.Structure):

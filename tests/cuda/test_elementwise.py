@@ -36,6 +36,12 @@ def test_silu_mul_matches_its_reference(kernels: CudaKernels, dtype: torch.dtype
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_takes_the_halves_of_one_product(kernels: CudaKernels, dtype: torch.dtype) -> None:
+    gate, up = random(3, 74, dtype=dtype).to(kernels.device_type).chunk(2, dim=-1)
+    assert torch.equal(kernels.silu_mul(gate, up), kernels.silu_mul(gate.contiguous(), up.contiguous()))
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "dim", "rotary"), [(9, 3, 64, 64), (4, 4, 80, 32), (7, 1, 128, 128)]
