@@ -117,6 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantize: Literal["none", "q8_0", "q4_0", "q4_1"] = "none"  # round matrices to blocks at load; native only
     kv_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 if dtype is, else bfloat16
     backend: Literal["auto", "native", "torch"] = "auto"  # auto: native where csrc is built; torch: the slow oracle
+    device: Literal["cpu", "cuda"] = "cpu"  # cuda: weights and KV cache on a GPU (docs/gpu.md)
     threads: NonNegative = 0  # 0: the cores this process may use (affinity and cgroup)
     max_model_len: Positive | None = None  # None: the model's own context length
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64  # running at once
@@ -134,6 +135,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raises ValueError for settings that contradict each other."""
         if self.control.pruning == "on" and not self.control.can_prune(self.pruning_sketch_bits):
             raise ValueError("pruning takes pruning_sketch_bits of 1 or 2")
+        if self.device == "cuda" and (self.pruning_sketch_bits or self.control.prune_selector != "sketch"):
+            raise ValueError("device cuda skips no blocks yet: pruning_sketch_bits 0, prune_selector sketch")
+        if self.device == "cuda" and self.quantize != "none":
+            raise ValueError("device cuda runs float weights only: quantize none")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ ENGINE_HELP = {
     "quantize": "Round the matrices to blocks of 8 or 4 bits at load.",
     "kv_dtype": "Of the KV cache.",
     "backend": "native: our kernels; torch: the slow reference.",
+    "device": "cuda: weights and KV cache on a GPU.",
     "threads": "0: every core this process may use.",
     "max_model_len": "Longest prompt + output in tokens. Default: the model's own.",
     "max_num_seqs": "Sequences running at once.",

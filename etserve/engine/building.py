@@ -20,6 +20,7 @@ from etserve.log import get_logger, log_facts
 from etserve.models.files import resolve_model
 from etserve.models.loader import LoadedModel, load_model
 from etserve.outputs import GenerateRequest, ModelInfo
+from etserve.runner.device_sampler import DeviceSampler
 from etserve.runner.grammar import GrammarCompiler
 from etserve.runner.model_runner import ModelRunner, model_shape
 from etserve.runner.sampler import Sampler
@@ -93,7 +94,7 @@ def assemble(
     """Size the pool and put scheduler, runner and sampler around a loaded model."""
     decoder, spec = loaded.decoder, loaded.spec
     block_bytes = decoder.kv_bytes_per_block()
-    num_blocks = num_kv_blocks(config, block_bytes, loaded.max_model_len, free_memory_bytes())
+    num_blocks = num_kv_blocks(config, block_bytes, loaded.max_model_len, free_bytes(config))
     max_model_len = fit_context(config, num_blocks, loaded.max_model_len)
     if max_model_len < loaded.max_model_len:
         log_facts(_log, logging.WARNING, "context shortened to what the KV cache holds", max_model_len=max_model_len)
@@ -105,7 +106,8 @@ def assemble(
         eos_token_ids,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-    sampler = Sampler(eos_token_ids, grammars)
+    kernels = loaded.kernels
+    sampler = Sampler(eos_token_ids, grammars) if kernels is None else DeviceSampler(eos_token_ids, grammars, kernels)
     shape = _model_shape(loaded, block_bytes)
     runner = ModelRunner(decoder, num_blocks, sampler, shape, selection_rule(config.control))
     costs, law = CostMeter(shape), config.control.priority_law()
@@ -138,6 +140,11 @@ def assemble(
         pruning_sketch_bits=config.pruning_sketch_bits,
     )
     return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)
+
+
+def free_bytes(config: EngineConfig) -> int:
+    """Of the memory that the KV cache is to lie in."""
+    return torch.cuda.mem_get_info()[0] if config.device == "cuda" else free_memory_bytes()
 
 
 def _model_shape(loaded: LoadedModel, block_bytes: int) -> ModelShape:

@@ -30,7 +30,7 @@ def free_memory_bytes() -> int:
 def num_kv_blocks(config: EngineConfig, block_bytes: int, max_model_len: int, free_bytes: int) -> int:
     """Size the pool, the null block included: as configured, else from free memory and at most what can be used.
 
-    The default also stops at 2 GiB (or two full contexts, if that is more): a pool is meant to be no surprise.
+    On the CPU the default also stops at 2 GiB (or two full contexts, if that is more): a pool is no surprise.
     Raises ConfigError if there is no room for a single block.
     """
     context_blocks = -(-max_model_len // BLOCK_SIZE)
@@ -40,7 +40,9 @@ def num_kv_blocks(config: EngineConfig, block_bytes: int, max_model_len: int, fr
         count = min(config.kv_memory_bytes // block_bytes, config.max_num_seqs * context_blocks)
     else:
         default_bytes = max(DEFAULT_POOL_BYTES, 2 * context_blocks * block_bytes)
-        usable_bytes = min(int(config.memory_fraction * free_bytes), default_bytes)
+        usable_bytes = int(config.memory_fraction * free_bytes)
+        if config.device == "cpu":
+            usable_bytes = min(usable_bytes, default_bytes)
         count = min(usable_bytes // block_bytes, config.max_num_seqs * context_blocks)
     if count < 1:
         raise ConfigError(f"the KV cache needs at least one block of {block_bytes} bytes; there is no room for it")

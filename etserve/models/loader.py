@@ -10,7 +10,10 @@ import torch
 
 from etserve.config import EngineConfig
 from etserve.errors import ConfigError, ModelError
+from etserve.kernels.cuda import CudaKernels
+from etserve.kernels.cuda import load as load_kernels
 from etserve.models.config_file import read_config, read_generation_config
+from etserve.models.cuda import CudaDecoder
 from etserve.models.decoder import TorchDecoder
 from etserve.models.files import ModelFiles
 from etserve.models.gguf_source import GgufSource, read_gguf_spec
@@ -60,6 +63,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int  # tokens, prompt and output together
     load_seconds: float
+    kernels: CudaKernels | None = None  # that also measure and draw, where the logits lie on a device
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
@@ -86,7 +90,7 @@ def choose(config: EngineConfig, checkpoint: Checkpoint) -> Choice:
 
 def _block_source(config: EngineConfig, checkpoint: Checkpoint) -> BlockSource | None:
     """Where quantised matrices come from. None: all of them are floats."""
-    is_native = _decoder_class(config) is not TorchDecoder
+    is_native = config.device == "cpu" and _decoder_class(config) is not TorchDecoder
     if config.quantize != "none":
         if not is_native:
             raise ConfigError(f"quantize {config.quantize} needs the native backend")
@@ -122,6 +126,7 @@ def load_model(config: EngineConfig, files: ModelFiles) -> LoadedModel:
         eos_token_ids=checkpoint.eos_token_ids,
         max_model_len=choice.max_model_len,
         load_seconds=time.monotonic() - start,
+        kernels=_device_kernels(config),
     )
 
 
@@ -151,7 +156,9 @@ class _MakeDecoder(Protocol):
 def _decoder_class(config: EngineConfig, blocks: BlockSource | None = None) -> _MakeDecoder:
     """auto: the native decoder, with its quantised matrices, where csrc is built."""
     if config.backend == "torch":
-        return TorchDecoder
+        return TorchDecoder if config.device == "cpu" else partial(TorchDecoder, device=_cuda_device())
+    if (kernels := _device_kernels(config)) is not None:
+        return partial(CudaDecoder, kernels=kernels)
     try:
         from etserve.models.native import NativeDecoder
     except ImportError as error:
@@ -159,6 +166,23 @@ def _decoder_class(config: EngineConfig, blocks: BlockSource | None = None) -> _
             raise ConfigError(f"backend native: the native kernels are not built ({error})") from None
         return TorchDecoder
     return partial(NativeDecoder, blocks=blocks)
+
+
+def _device_kernels(config: EngineConfig) -> CudaKernels | None:
+    """None: the model runs elsewhere, or as the torch reference. Raises ConfigError where a GPU or its kernels lack."""
+    if config.device == "cpu" or config.backend == "torch":
+        return None
+    kernels = load_kernels()
+    if kernels is None:
+        raise ConfigError("device cuda: etserve was built without the CUDA kernels (nvcc and a CUDA torch at install)")
+    _cuda_device()
+    return kernels
+
+
+def _cuda_device() -> str:
+    if not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch finds no CUDA device")
+    return "cuda"
 
 
 def _context_length(config: EngineConfig, spec: DecoderSpec) -> int:
@@ -183,6 +207,8 @@ def _yarn_length(spec: DecoderSpec) -> int:
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    if config.kv_dtype == "auto" and config.device == "cuda":
+        return dtype
     if config.kv_dtype == "auto":
         return torch.float32 if dtype == torch.float32 else torch.bfloat16
     return DTYPES[config.kv_dtype]

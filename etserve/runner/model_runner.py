@@ -149,7 +149,7 @@ class ModelRunner:
         for offset in range(0, span.num_rows, MAX_LOGIT_ROWS):
             first = span.first_row + offset
             last = min(first + MAX_LOGIT_ROWS, span.first_row + span.num_rows)
-            yield span.position + offset, self._decoder.logits(hidden[first:last])
+            yield span.position + offset, self._decoder.logits(hidden[first:last]).cpu()
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept for a sequence that has ended. Idempotent."""
