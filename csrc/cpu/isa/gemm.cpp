@@ -1,12 +1,8 @@
 // y = x W^T over packed weights. See matrix.h for the layout and the promise about the order of reduction.
-#include "epilogue.h"
+#include "walk.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
-
-// While a group of panels is multiplied, the next group is fetched into L2, line by line in the same rhythm; if a group
-// is so large that it would push itself out, only so far ahead.
-constexpr int64_t kMaxGroupBytes = 256 << 10, kNearBytes = 4096;
 
 // One multiply-add step along k: how weights are loaded, activations broadcast and both combined.
 struct Bf16Step {
@@ -34,79 +30,55 @@ struct F16Step : F32Step {
   ETSERVE_INLINE W load(const char* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
 };
 
-template <class S, int ROWS, int PANELS>
-void compute_tile(const Tile& t) {
-  constexpr int kBases = (ROWS + 2) / 3;
-  const MatmulArgs& a = *t.args;
-  const int64_t stride = a.x_stride * static_cast<int64_t>(sizeof(typename S::X)), panel_bytes = t.panel_bytes;
-  const char* x[kBases];
-#pragma GCC unroll 4
-  for (int i = 0; i < kBases; ++i) x[i] = static_cast<const char*>(a.x) + (t.row + 3 * i) * stride;
-  Vec acc[ROWS][PANELS];
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
-  const int64_t ahead = PANELS * panel_bytes <= kMaxGroupBytes ? PANELS * panel_bytes : kNearBytes;
-  const char* w = t.w;
-  for (int64_t s = a.w.padded_k() / S::kDepth; s > 0; --s, w += S::kBytes) {
-    typename S::W weights[PANELS];
-#pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) {
-      prefetch(w + j * panel_bytes + ahead);
-      weights[j] = S::load(w + j * panel_bytes);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) {
-      const auto value = S::broadcast(reinterpret_cast<const typename S::X*>(x[i / 3] + i % 3 * stride));
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) acc[i][j] = S::step(acc[i][j], weights[j], value);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < kBases; ++i) {
-      x[i] += S::kDepth * sizeof(typename S::X);
-      keep_in_register(x[i]);
-    }
-  }
-  alignas(64) float sums[ROWS * PANELS * kPanel];
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * PANELS + j) * kPanel, acc[i][j]);
-  write_tile(t, ROWS, PANELS, sums);
-}
+template <class S>
+struct FloatKernel {
+  using Corner = Tile;
+  static constexpr int kRows2 = kMaxRows2, kRows4 = kMaxRows4;
 
-template <class S, int PANELS, int ROWS>
-void compute_rows(const Tile& t, int rows) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) return compute_tile<S, ROWS, PANELS>(t);
-    compute_rows<S, PANELS, ROWS - 1>(t, rows);
+  template <int ROWS, int PANELS>
+  static void sum(const Tile& t, float* sums, int pitch) {
+    constexpr int kBases = (ROWS + 2) / 3;
+    const MatmulArgs& a = *t.args;
+    const int64_t stride = a.x_stride * static_cast<int64_t>(sizeof(typename S::X)), panel_bytes = t.panel_bytes;
+    const char* x[kBases];
+#pragma GCC unroll 4
+    for (int i = 0; i < kBases; ++i) x[i] = static_cast<const char*>(a.x) + (t.row + 3 * i) * stride;
+    Vec acc[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+    const int64_t ahead = fetch_distance<PANELS>(panel_bytes);
+    const char* w = t.w;
+    for (int64_t s = a.w.padded_k() / S::kDepth; s > 0; --s, w += S::kBytes) {
+      typename S::W weights[PANELS];
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) {
+        fetch_ahead<PANELS>(w + j * panel_bytes + ahead);
+        weights[j] = S::load(w + j * panel_bytes);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; ++i) {
+        const auto value = S::broadcast(reinterpret_cast<const typename S::X*>(x[i / 3] + i % 3 * stride));
+#pragma GCC unroll 4
+        for (int j = 0; j < PANELS; ++j) acc[i][j] = S::step(acc[i][j], weights[j], value);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kBases; ++i) {
+        x[i] += S::kDepth * sizeof(typename S::X);
+        keep_in_register(x[i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * pitch + j) * kPanel, acc[i][j]);
   }
-}
-
-// All rows against PANELS panels: they stay in the cache while the rows stream by, in tiles of nearly equal height.
-template <class S, int PANELS, int MAX_ROWS>
-void compute_panels(Tile t) {
-  const int64_t m = t.args->m, tiles = (m + MAX_ROWS - 1) / MAX_ROWS;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t end = m * (i + 1) / tiles;
-    compute_rows<S, PANELS, MAX_ROWS>(t, static_cast<int>(end - t.row));
-    t.row = end;
-  }
-}
+};
 
 template <class S>
 void matmul_with(const MatmulArgs& a, Team& team) {
-  const int64_t panel_bytes = kPanel * a.w.padded_k() * a.w.element_size();
-  const char* data = static_cast<const char*>(a.w.data);
-  int64_t begin, end;
-  team.split(a.w.num_panels(), a.w.paired ? 2 : 1, &begin, &end);
-  int64_t panel = begin;
-  const auto tile = [&] { return Tile{&a, data + panel * panel_bytes, panel_bytes, 0, panel}; };
-  if (a.m <= kMaxRows4)
-    for (; panel + 4 <= end; panel += 4) compute_panels<S, 4, kMaxRows4>(tile());
-  for (; panel + 2 <= end; panel += 2) compute_panels<S, 2, kMaxRows2>(tile());
-  if (panel < end) compute_panels<S, 1, kMaxRows2>(tile());
+  walk_matrix<FloatKernel<S>>({&a, static_cast<const char*>(a.w.data), a.w.panel_bytes(), 0, 0}, team);
 }
 
 }  // namespace

@@ -1,13 +1,12 @@
 // y = x W^T over quantised weights: 8-bit activations, exact int32 sums in blocks of 32, f32 over blocks. See quant.h.
 #include "dot4.h"
-#include "epilogue.h"
 #include "quantise.h"
+#include "walk.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
 constexpr int kGroups = kQuantBlock / 4;  // dot products of four in a block
-constexpr int64_t kMaxGroupBytes = 256 << 10, kNearBytes = 4096;  // as in gemm.cpp
 
 struct WideFormat {  // q8_0
   static constexpr bool kIsWide = true, kHasMin = false;
@@ -51,7 +50,7 @@ ETSERVE_INLINE void dot_block(Ints (&sums)[ROWS][PANELS], const char* w, int64_t
 #pragma GCC unroll 4
     for (int j = 0; j < PANELS; ++j) {
       const char* line = w + j * panel_bytes + g * (F::kBlock / kGroups);
-      prefetch(line + ahead);
+      fetch_ahead<PANELS>(line + ahead);
       loaded[j] = load_weight_bytes(line);
     }
     if constexpr (F::kIsWide) {
@@ -71,77 +70,62 @@ struct QuantTile : Tile {
   const QuantRows* x;
 };
 
-template <class F, int ROWS, int PANELS>
-void compute_tile(const QuantTile& t) {
-  constexpr int kBases = (ROWS + 2) / 3;
-  const int64_t panel_bytes = t.panel_bytes, blocks = t.x->blocks;
-  RowPointers<ROWS> x;
-  x.stride = t.x->byte_stride;
+template <class F>
+struct QuantKernel {
+  using Corner = QuantTile;
+  static constexpr int kRows2 = kQuantRows2, kRows4 = kQuantRows4;
+
+  template <int ROWS, int PANELS>
+  static void sum(const QuantTile& t, float* sums, int pitch) {
+    constexpr int kBases = (ROWS + 2) / 3;
+    const int64_t panel_bytes = t.panel_bytes, blocks = t.x->blocks;
+    RowPointers<ROWS> x;
+    x.stride = t.x->byte_stride;
 #pragma GCC unroll 4
-  for (int i = 0; i < kBases; ++i) x.bytes[i] = t.x->bytes + (t.row + 3 * i) * x.stride;
-  const BlockMeta* metas = t.x->metas + t.row * blocks;
-  Vec acc[ROWS][PANELS];
+    for (int i = 0; i < kBases; ++i) x.bytes[i] = t.x->bytes + (t.row + 3 * i) * x.stride;
+    const BlockMeta* metas = t.x->metas + t.row * blocks;
+    Vec acc[ROWS][PANELS];
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i)
+    for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
-  const int64_t ahead = PANELS * panel_bytes <= kMaxGroupBytes ? PANELS * panel_bytes : kNearBytes;
-  const char* record = t.w;
-  for (int64_t b = 0; b < blocks; ++b, ++metas) {
-    const int64_t half = b % 2;
-    Ints sums[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i) {
-      const Ints start = ints_set(F::kHasMin ? 0 : metas[i * blocks].start);
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) sums[i][j] = start;
-    }
-    dot_block<F>(sums, record + F::kHeader + half * F::kBlock, panel_bytes, ahead, x);
-#pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) {
-      const char* header = record + j * panel_bytes + half * 32;
-      const Vec scale = load_f16(reinterpret_cast<const uint16_t*>(header));
-      const Vec minimum = F::kHasMin ? load_f16(reinterpret_cast<const uint16_t*>(header + 64)) : scale;
+      for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+    const int64_t ahead = fetch_distance<PANELS>(panel_bytes);
+    const char* record = t.w;
+    for (int64_t b = 0; b < blocks; ++b, ++metas) {
+      const int64_t half = b % 2;
+      Ints ints[ROWS][PANELS];
 #pragma GCC unroll 16
       for (int i = 0; i < ROWS; ++i) {
-        const BlockMeta& meta = metas[i * blocks];
-        acc[i][j] = vec_fma(to_floats(sums[i][j]), vec_mul(scale, vec_set(meta.scale)), acc[i][j]);
-        if (F::kHasMin) acc[i][j] = vec_fma(minimum, vec_set(meta.sum), acc[i][j]);
+        const Ints start = ints_set(F::kHasMin ? 0 : metas[i * blocks].start);
+#pragma GCC unroll 4
+        for (int j = 0; j < PANELS; ++j) ints[i][j] = start;
       }
-    }
+      dot_block<F>(ints, record + F::kHeader + half * F::kBlock, panel_bytes, ahead, x);
 #pragma GCC unroll 4
-    for (int i = 0; i < kBases; ++i) {
-      x.bytes[i] += kQuantBlock;
-      keep_in_register(x.bytes[i]);
-    }
-    record += half ? F::kRecord : 0;
-  }
-  alignas(64) float sums[ROWS * PANELS * kPanel];
+      for (int j = 0; j < PANELS; ++j) {
+        const char* header = record + j * panel_bytes + half * 32;
+        const Vec scale = load_f16(reinterpret_cast<const uint16_t*>(header));
+        const Vec minimum = F::kHasMin ? load_f16(reinterpret_cast<const uint16_t*>(header + 64)) : scale;
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < ROWS; ++i) {
+          const BlockMeta& meta = metas[i * blocks];
+          acc[i][j] = vec_fma(to_floats(ints[i][j]), vec_mul(scale, vec_set(meta.scale)), acc[i][j]);
+          if (F::kHasMin) acc[i][j] = vec_fma(minimum, vec_set(meta.sum), acc[i][j]);
+        }
+      }
 #pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * PANELS + j) * kPanel, acc[i][j]);
-  write_tile(t, ROWS, PANELS, sums);
-}
-
-template <class F, int PANELS, int ROWS>
-void compute_rows(const QuantTile& t, int rows) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) return compute_tile<F, ROWS, PANELS>(t);
-    compute_rows<F, PANELS, ROWS - 1>(t, rows);
+      for (int i = 0; i < kBases; ++i) {
+        x.bytes[i] += kQuantBlock;
+        keep_in_register(x.bytes[i]);
+      }
+      record += half ? F::kRecord : 0;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * pitch + j) * kPanel, acc[i][j]);
   }
-}
-
-// All rows against PANELS panels, in tiles of nearly equal height.
-template <class F, int PANELS, int MAX_ROWS>
-void compute_panels(QuantTile t) {
-  const int64_t m = t.args->m, tiles = (m + MAX_ROWS - 1) / MAX_ROWS;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t end = m * (i + 1) / tiles;
-    compute_rows<F, PANELS, MAX_ROWS>(t, static_cast<int>(end - t.row));
-    t.row = end;
-  }
-}
+};
 
 QuantRows quantise(const MatmulArgs& a, Team& team) {
   const bool is_own = a.m <= kMaxOwnRows;
@@ -157,16 +141,7 @@ QuantRows quantise(const MatmulArgs& a, Team& team) {
 template <class F>
 void matmul_with(const MatmulArgs& a, Team& team) {
   const QuantRows rows = quantise(a, team);
-  const int64_t panel_bytes = a.w.panel_bytes();
-  const char* data = static_cast<const char*>(a.w.data);
-  int64_t begin, end;
-  team.split(a.w.num_panels(), a.w.paired ? 2 : 1, &begin, &end);
-  int64_t panel = begin;
-  const auto tile = [&] { return QuantTile{{&a, data + panel * panel_bytes, panel_bytes, 0, panel}, &rows}; };
-  if (a.m <= kQuantRows4)
-    for (; panel + 4 <= end; panel += 4) compute_panels<F, 4, kQuantRows4>(tile());
-  for (; panel + 2 <= end; panel += 2) compute_panels<F, 2, kQuantRows2>(tile());
-  if (panel < end) compute_panels<F, 1, kQuantRows2>(tile());
+  walk_matrix<QuantKernel<F>>({{&a, static_cast<const char*>(a.w.data), a.w.panel_bytes(), 0, 0}, &rows}, team);
 }
 
 }  // namespace
