@@ -75,5 +75,15 @@ void bind_decoder(nb::module_& m) {
            [](Decoder& decoder, uintptr_t hidden, int64_t rows, uintptr_t out) {
              decoder.logits(floats(hidden), rows, reinterpret_cast<float*>(out));
            },
-           nb::arg("hidden"), nb::arg("rows"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+           nb::arg("hidden"), nb::arg("rows"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "measure_phases", [](Decoder& decoder, bool is_on) { decoder.clock.is_on = is_on; }, nb::arg("is_on"))
+      .def("take_phases", [](Decoder& decoder) {
+        constexpr const char* names[] = {"setup", "elementwise", "matrices", "kv_write", "attention", "head"};
+        static_assert(std::size(names) == static_cast<size_t>(Phase::count));
+        nb::dict seconds;
+        const auto found = decoder.clock.take();
+        for (size_t i = 0; i < found.size(); ++i) seconds[names[i]] = static_cast<double>(found[i]) * 1e-9;
+        return seconds;
+      });
 }

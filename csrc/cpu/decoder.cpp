@@ -133,11 +133,14 @@ void Decoder::reserve_quantised(int64_t rows, int team_size) {
 }
 
 void Decoder::forward(const Step& step, float* hidden) {
+  clock.start();
   check(step);
   require(kernels().attention != nullptr, "the attention kernel is not built");
   Pool& pool = global_pool();
   reserve(step, pool.size());
+  clock.mark(Phase::setup);
   pool.run([&](Team& team) { run_layers(step, hidden, team); });
+  clock.mark(Phase::elementwise);
 }
 
 void Decoder::embed(const Step& step, Team& team) const {
@@ -164,31 +167,35 @@ void Decoder::multiply(MatmulArgs args, Team& team) const {
   decoder_kernels().matmul(args, team);
 }
 
-void Decoder::norm(const float* x, const float* weight, int64_t rows, Team& team) const {
+void Decoder::norm(const float* x, const float* weight, int64_t rows, Team& team) {
   decoder_kernels().rms_norm({x, rows, shape_.hidden, shape_.hidden, weight, shape_.eps, normed_.as<void>(),
                               head_.activation(), hidden_stride_},
                              team);
   team.barrier();
+  mark(Phase::elementwise, team);
 }
 
-void Decoder::feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const {
+void Decoder::feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) {
   norm(residual, layer.post_norm, rows, team);
   multiply({normed_.as<void>(), rows, hidden_stride_, layer.gate_up, Epilogue::silu_mul, mlp_.as<void>(), mlp_stride_},
            team);
   team.barrier();
   multiply({mlp_.as<void>(), rows, mlp_stride_, layer.down, Epilogue::add, residual, shape_.hidden}, team);
   team.barrier();
+  mark(Phase::matrices, team);
 }
 
-void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
+void Decoder::run_layers(const Step& step, float* hidden, Team& team) {
   const DecoderShape& s = shape_;
   embed(step, team);
+  mark(Phase::setup, team);
   for (size_t i = 0; i + 1 < layers_.size(); ++i) {
     attend(static_cast<int>(i), step, true, team);
     multiply({attended_.as<void>(), step.num_tokens, attention_size(), layers_[i].o, Epilogue::add,
               residual_.as<void>(), s.hidden},
              team);
     team.barrier();
+    mark(Phase::matrices, team);
     feed_forward(layers_[i], residual_.as<float>(), step.num_tokens, team);
   }
   // Behind the last KV write only the rows whose logits are wanted matter.
@@ -210,6 +217,7 @@ void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
             s.hidden},
            team);
   team.barrier();
+  mark(Phase::matrices, team);
   feed_forward(last, row_residual_.as<float>(), rows, team);
   decoder_kernels().rms_norm(
       {row_residual_.as<float>(), rows, s.hidden, s.hidden, final_norm_, s.eps, hidden, DType::f32, s.hidden}, team);
@@ -217,6 +225,7 @@ void Decoder::run_layers(const Step& step, float* hidden, Team& team) const {
 
 void Decoder::logits(const float* hidden, int64_t rows, float* out) {
   if (rows == 0) return;
+  clock.start();
   MatmulArgs args{hidden, rows, shape_.hidden, head_, Epilogue::store, out, shape_.vocab};
   const bool rounds = head_.activation() == DType::bf16;
   if (rounds) {
@@ -232,6 +241,7 @@ void Decoder::logits(const float* hidden, int64_t rows, float* out) {
     }
     multiply(args, team);
   });
+  clock.mark(Phase::head);
 }
 
 }  // namespace etserve::cpu

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "phase_clock.h"
 
 namespace etserve::cpu {
 
@@ -86,12 +87,18 @@ class Decoder {
   // hidden f32 [rows][hidden] -> out f32 [rows][vocab]
   void logits(const float* hidden, int64_t rows, float* out);
 
+  PhaseClock clock;  // of all calls; read it between them
+
  private:
+  // Behind a barrier: everybody is done with the phase.
+  void mark(Phase phase, Team& team) {
+    if (team.rank() == 0) clock.mark(phase);
+  }
   void check(const Step& step) const;
   void reserve(const Step& step, int team_size);
   void embed(const Step& step, Team& team) const;
-  void run_layers(const Step& step, float* hidden, Team& team) const;
-  void attend(int layer, const Step& step, bool wants_output, Team& team) const;
+  void run_layers(const Step& step, float* hidden, Team& team);
+  void attend(int layer, const Step& step, bool wants_output, Team& team);
   void write_sketches(const Step& step, const char* kv, char* sketches, Team& team) const;
   void call_attention(int layer, const Step& step, const char* kv, const char* sketches, Team& team) const;
   void count_blocks(int layer, const Step& step, bool selects, Team& team) const;
@@ -99,10 +106,10 @@ class Decoder {
   void check_selection(const Step& step) const;
   void reserve_selection(const Step& step, int32_t longest, int team_size);
   SelectionArgs selection_args(int layer, const Step& step, const char* sketches) const;
-  void feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team) const;
+  void feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team);
   void reserve_quantised(int64_t rows, int team_size);
   void multiply(MatmulArgs args, Team& team) const;
-  void norm(const float* x, const float* weight, int64_t rows, Team& team) const;
+  void norm(const float* x, const float* weight, int64_t rows, Team& team);
   int64_t attention_size() const { return int64_t{shape_.num_heads} * shape_.head_dim; }
   int64_t activation_bytes() const { return head_.activation() == DType::bf16 ? 2 : 4; }
 

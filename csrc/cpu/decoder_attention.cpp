@@ -39,7 +39,7 @@ void Decoder::reserve_selection(const Step& step, int32_t longest, int team_size
 }
 
 // From the residual stream to the heads' outputs (attended_), with the KV write on the way.
-void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team) const {
+void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team) {
   const DecoderShape& s = shape_;
   const LayerWeights& weights = layers_[static_cast<size_t>(layer)];
   const int64_t tokens = step.num_tokens, blocks = layer * step.num_blocks;
@@ -51,13 +51,17 @@ void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team)
   multiply({normed_.as<void>(), tokens, hidden_stride_, weights.qkv, Epilogue::store, qkv_.as<void>(), weights.qkv.n},
            team);
   team.barrier();
+  mark(Phase::matrices, team);
   decoder_kernels().rope_and_write({qkv_.as<float>(), tokens, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim,
                                     cos_, sin_, step.positions, slots_.as<int64_t>(), weights.q_norm, weights.k_norm,
                                     s.eps, q_.as<float>(), kv, s.kv_type},
                                    team);
   team.barrier();
   if (!filled_.empty()) write_sketches(step, kv, sketches, team);
-  if (wants_output) call_attention(layer, step, kv, sketches, team);
+  mark(Phase::kv_write, team);
+  if (!wants_output) return;
+  call_attention(layer, step, kv, sketches, team);
+  mark(Phase::attention, team);
 }
 
 void Decoder::write_sketches(const Step& step, const char* kv, char* sketches, Team& team) const {

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from etserve.kv.manager import KVCacheManager
 from etserve.log import get_logger, log_facts
 from etserve.models.files import resolve_model
 from etserve.models.loader import LoadedModel, load_model
+from etserve.models.types import Decoder, KVCache
 from etserve.outputs import GenerateRequest, ModelInfo
 from etserve.runner.device_sampler import DeviceSampler
 from etserve.runner.grammar import GrammarCompiler
@@ -31,6 +32,19 @@ from etserve.tokenizer.loading import load_tokenizer
 from etserve.tokenizer.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """KV entries and the names of their contents. Engines that take turns with one of them share prompts."""
+
+    cache: KVCache
+    manager: KVCacheManager
+
+    @staticmethod
+    def of(decoder: Decoder, num_kv_blocks: int, prefix_caching: bool = True) -> "Memory":
+        """`num_kv_blocks` without the null block 0."""
+        return Memory(decoder.allocate_cache(num_kv_blocks + 1), KVCacheManager(num_kv_blocks + 1, prefix_caching))
 
 
 class _Phases:
@@ -90,8 +104,12 @@ def assemble(
     model_name: str,
     startup_seconds: dict[str, float],
     now: Callable[[], float] = time.monotonic,
+    memory: Memory | None = None,
 ) -> EngineParts:
-    """Size the pool and put scheduler, runner and sampler around a loaded model."""
+    """Size the pool and put scheduler, runner and sampler around a loaded model.
+
+    `memory`: made for this decoder, of config.num_kv_blocks, and used by no other engine at the same time.
+    """
     decoder, spec = loaded.decoder, loaded.spec
     block_bytes = decoder.kv_bytes_per_block()
     num_blocks = num_kv_blocks(config, block_bytes, loaded.max_model_len, free_bytes(config))
@@ -109,10 +127,12 @@ def assemble(
     kernels = loaded.kernels
     sampler = Sampler(eos_token_ids, grammars) if kernels is None else DeviceSampler(eos_token_ids, grammars, kernels)
     shape = _model_shape(loaded, block_bytes)
-    runner = ModelRunner(decoder, num_blocks, sampler, shape, selection_rule(config.control))
+    if memory is None:
+        memory = Memory.of(decoder, num_blocks - 1, config.prefix_caching)
+    runner = ModelRunner(decoder, memory.cache, sampler, shape, selection_rule(config.control))
     costs, law = CostMeter(shape), config.control.priority_law()
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, config.prefix_caching),
+        memory.manager,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
         eos_token_ids=eos_token_ids,

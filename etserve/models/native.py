@@ -126,6 +126,15 @@ class NativeDecoder:
         self._decoder.logits(rows.data_ptr(), len(rows), out.data_ptr())
         return out
 
+    def measure_phases(self, is_on: bool) -> None:
+        """Time the phases of each call from now on, or no more; it costs about a microsecond a layer."""
+        self._decoder.measure_phases(is_on)
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds by phase, summed over the calls since the last time that this was asked."""
+        found: dict[str, float] = self._decoder.take_phases()
+        return found
+
     def _shape(self) -> Any:
         spec = self.spec
         return _cpu.DecoderShape(

@@ -7,7 +7,7 @@ import torch
 
 from etserve.control.cost import ModelShape, count_layer_parameters
 from etserve.kernels.selection import SelectionRule
-from etserve.models.types import Decoder, DecoderSpec
+from etserve.models.types import Decoder, DecoderSpec, KVCache
 from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
 from etserve.runner.costing import add_costs
@@ -42,19 +42,19 @@ def model_shape(spec: DecoderSpec, kv_element_bytes: float, sketch_token_bytes: 
 
 
 class ModelRunner:
-    """Owns the KV tensors. One call of `execute` at a time."""
+    """Writes the KV tensors. One call of `execute` at a time."""
 
     def __init__(
         self,
         decoder: Decoder,
-        num_blocks: int,
+        cache: KVCache,
         sampler: Sampler,
         shape: ModelShape,
         rule: SelectionRule,
     ) -> None:
-        """`num_blocks` counts the null block 0. `rule`: guards of what attention may skip where a plan allows it."""
+        """`cache`: the decoder's. `rule`: guards of what attention may skip where a plan allows it."""
         self._decoder = decoder
-        self._cache = decoder.allocate_cache(num_blocks)
+        self._cache = cache
         self._sampler = sampler
         self._shape = shape
         self._rule = rule

@@ -8,8 +8,10 @@ from rich.console import Console
 
 from etserve.bench.ablate import workloads as presets
 from etserve.bench.ablate.arms import ARMS, select
-from etserve.bench.ablate.drive import Driver, prime, replay
+from etserve.bench.ablate.drive import Driver
 from etserve.bench.ablate.lab import Lab
+from etserve.bench.ablate.progress import Estimate, Piece
+from etserve.bench.ablate.reading import Reader
 from etserve.bench.ablate.records import RoundRun
 from etserve.bench.ablate.report import write_report
 from etserve.bench.ablate.run import Comparison, Results, manifest
@@ -42,7 +44,7 @@ def compared(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result
 
 
 def comparison(
-    lab: Lab, preset: Preset, folder: Path, arms: str | None = None, told: list[str] | None = None
+    lab: Lab, preset: Preset, folder: Path, arms: str | None = None, told: list[Piece] | None = None
 ) -> Comparison:
     chosen, base = select(arms), ControlConfig()
     store = Store(folder, manifest(lab, preset, chosen, base, 0))
@@ -63,7 +65,9 @@ def test_every_arm_of_every_workload_answers_every_request(compared: tuple[Resul
             (len(a.prompt_token_ids), a.num_output_tokens, None) for a in asked
         ]
         computed = sum(run.steps.num_decode_tokens) + sum(run.steps.num_prefill_tokens)
-        assert computed >= sum(r.num_prompt_tokens + len(r.token_ids) - 1 for r in run.requests)
+        read = 0 if run.prompts is not None else sum(r.num_prompt_tokens for r in run.requests)
+        assert computed >= read + sum(len(r.token_ids) - 1 for r in run.requests)
+        assert (run.prompts is not None) == workload.has_read_prompts
 
 
 def test_arms_do_what_their_names_say(compared: tuple[Results, Path]) -> None:
@@ -111,7 +115,7 @@ def test_quality_is_scored_for_the_arms_that_skip(compared: tuple[Results, Path]
 
 def test_the_report_shows_every_arm_and_its_pictures_exist(compared: tuple[Results, Path]) -> None:
     text = (compared[1] / "report.md").read_text()
-    for name in (*ARMS, "What is not reproduced", "f_kv", "too few rounds"):
+    for name in (*ARMS, "Verdicts", "f_kv", "too few rounds", "was missed", "Where a step's time goes"):
         assert name in text
     pictures = re.findall(r"\((\S+\.png)\)", text)
     assert len(pictures) == 2 * len(SMOKE.workloads) + 1
@@ -127,11 +131,13 @@ def test_a_comparison_that_was_stopped_goes_on_and_runs_nothing_twice(
     calls: list[int] = []
     real = Driver.run
     monkeypatch.setattr(Driver, "run", lambda self: (calls.append(1), real(self))[1])
-    told: list[str] = []
+    told: list[Piece] = []
     again = comparison(lab, SMOKE, folder, told=told)
     resumed = again.run()
     assert len(calls) == 1
     assert len(told) == again.num_pieces()
+    assert sum(piece.weight for piece in told) == pytest.approx(again.total_weight())
+    assert [piece.what for piece in told if piece.is_fresh] == ["short-chat, round 2, micro"]
     assert resumed.quality == found.quality
     before, after = found.rounds["short-chat"]["micro"][1], resumed.rounds["short-chat"]["micro"][1]
     assert [r.token_ids for r in after.requests] == [r.token_ids for r in before.requests]
@@ -180,12 +186,37 @@ def due_at_once(arrival: Arrival) -> Arrival:
     return Arrival(arrival.index, arrival.prompt_token_ids, arrival.num_output_tokens, 0.0, arrival.seed)
 
 
-def test_replaying_twice_gives_the_same_though_the_cache_knows_the_text(lab: Lab) -> None:
+def test_replaying_twice_gives_the_same_though_the_memory_knows_the_prompt(lab: Lab) -> None:
     asked = [Arrival(0, list(range(65, 105)), 40, 0.0, 1)]
     runs, _ = Driver(lab.engine(ControlConfig(), 0, num_kv_blocks=64), asked, None, 1.0).run()
-    reader = lab.engine(ControlConfig(), 0, num_kv_blocks=64)
-    prime(reader, asked)
-    assert replay(reader, asked, runs) == replay(reader, asked, runs)
+    memory = lab.memory(0, 64)
+    reader = Reader(lab.loaded().decoder, memory)
+    first = reader.replay(asked, runs)
+    assert reader.replay(asked, runs) == first
+    assert first[0].entropies == pytest.approx(runs[0].entropies, abs=1e-5)
+    assert memory.manager.num_active_blocks == 0
+    memory.manager.audit()
+
+
+def test_arms_that_share_a_memory_read_no_prompt_and_write_the_same(lab: Lab) -> None:
+    asked = [Arrival(i, [65 + i] * (40 + i), 12, 0.0, i) for i in range(3)]
+    memory = lab.memory(2, 64)
+    Reader(lab.loaded(2).decoder, memory).prime(asked)
+    for _ in range(2):
+        engine = lab.engine(ControlConfig(), 2, num_kv_blocks=64, memory=memory)
+        shared, steps = Driver(engine, asked, None, 0.8).run()
+        assert sum(steps.num_prefill_tokens) < sum(len(a.prompt_token_ids) for a in asked) // 2
+        alone, _ = Driver(lab.engine(ControlConfig(), 0, num_kv_blocks=64), asked, None, 0.8).run()
+        assert [run.token_ids for run in shared] == [run.token_ids for run in alone]
+
+
+def test_the_time_left_follows_the_pace_of_what_is_run_now() -> None:
+    clock = [0.0]
+    estimate = Estimate(10.0, lambda: clock[0])
+    assert estimate.add(Piece("old", 4.0, is_fresh=False)) is None
+    clock[0] = 6.0
+    assert estimate.add(Piece("new", 2.0, is_fresh=True)) == pytest.approx(12.0)
+    assert estimate.add(Piece("old", 3.0, is_fresh=False)) == pytest.approx(3.0)
 
 
 # --- presets and options
@@ -203,9 +234,14 @@ def test_presets_name_known_arms_and_placebos_come_with_their_law(preset: Preset
 
 def test_standard_has_intervals_and_the_loads_of_the_claim() -> None:
     assert STANDARD.rounds >= 5
+    assert STANDARD.few_rounds >= 3
+    for workload in STANDARD.workloads:
+        claimed = [name for name in workload.arms if STANDARD.rounds_of(workload, name) == STANDARD.rounds]
+        assert {"baseline", "full"} <= set(claimed)
     long = next(each for each in STANDARD.workloads if each.name == "long-context")
     assert long.load.num_requests >= 8
     assert long.load.prompt_tokens.low >= 3000
+    assert long.load.prompt_tokens.high + long.load.output_tokens.high <= 8192
     memory = next(each for each in STANDARD.workloads if each.name == "memory-bound")
     asked = [Arrival(i, [0] * 1024, 128, 0.0, i) for i in range(memory.load.num_requests)]
     assert presets.pool_blocks(memory, asked) < 0.7 * presets.blocks_of(asked)

@@ -4,8 +4,10 @@ import pytest
 
 from etserve.bench.ablate import similarity
 from etserve.bench.ablate.arms import ARMS, control_of, select, share_of_skipping_layers
-from etserve.bench.ablate.records import QualityRun
-from etserve.bench.ablate.statistics import compare, deadline, kept_share, loss, round_figures, steady_rate
+from etserve.bench.ablate.figures import deadline, kept_share, round_figures, steady_figures
+from etserve.bench.ablate.goals import attempts
+from etserve.bench.ablate.records import PromptRun, QualityRun, Replay
+from etserve.bench.ablate.statistics import compare, loss
 from etserve.bench.ablate.verdicts import Figures, judge, steering
 from etserve.bench.errors import BenchError
 from etserve.config import ControlConfig
@@ -17,14 +19,12 @@ GOOD = {"baseline": quality("baseline", [2.0, 3.0, 4.0]), "meso": quality("meso"
 def test_figures_are_sums_and_means_of_what_happened() -> None:
     run = round_of(request(0), request(1, due_seconds=0.5))
     found = round_figures(run, deadline_seconds=1.75)
-    assert found["tpot_seconds"] == pytest.approx(0.5)
     assert found["e2e_mean_seconds"] == pytest.approx(1.75)
     assert found["tokens_per_second"] == pytest.approx(3.0)
     assert found["goodput"] == pytest.approx(0.5)  # the first took 2 s
     assert found["tau_per_gflop"] == pytest.approx(3.0 / 2.0)
     assert found["tau_per_gb"] == pytest.approx(3.0 / 1.0)
-    assert found["nats_per_second"] == pytest.approx(7.0 / 2.0)
-    assert found["kv_share"] == pytest.approx((0.5 + 0.75) / 2)
+    assert found["tau_per_second"] == pytest.approx(3.0 / 2.0)
     assert found["blocks_skipped"] == 7
     assert found["num_preempted"] == 1
     assert found["mean_temperature"] == pytest.approx(0.8)
@@ -44,17 +44,42 @@ def test_nothing_complete_gives_no_rates_instead_of_a_crash() -> None:
     assert found["tokens_per_second"] == 0.0
 
 
-def test_the_steady_rate_is_that_of_the_fullest_steps_and_all_between_them() -> None:
+def test_the_steady_window_runs_between_the_fullest_steps_and_counts_all_between_them() -> None:
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
-    both = [request(i, seconds=seconds, entropies=[1.0] * 5, tau_nats=[0.0] * 5) for i in range(2)]
+    replayed = Replay(tau_nats=9.0, nats_resolved=15.0, entropies=[4.0, 3.0, 5.0, 1.0, 2.0])
+    both = [request(i, seconds=seconds, entropies=[1.0] * 5, tau_nats=[0.0] * 5, replay=replayed) for i in range(2)]
     shape = steps(
         end_seconds=[1.0, 2.0, 3.0, 4.0, 5.0],
         num_decode_tokens=[0, 4, 1, 4, 1],  # the third step reads somebody's prompt
-        **{name: [0] * 5 for name in ("step_seconds", "num_prefill_tokens", "flops", "bytes_read")},
+        num_prefill_tokens=[9, 0, 7, 0, 0],
+        step_seconds=[1.0] * 5,
+        bytes_read=[9e9, 9e9, 3e8, 4e8, 9e9],
+        flops=[9e9, 9e9, 5e8, 5e8, 9e9],
         num_blocks_skipped=[0] * 5, num_preempted=[0] * 5, num_forced=[0] * 5,
     )  # fmt: skip
-    assert steady_rate(round_of(*both, steps=shape)) == pytest.approx(4 / 2.0)
-    assert steady_rate(round_of(steps=steps(num_decode_tokens=[0, 2, 0]))) is None
+    found = steady_figures(round_of(*both, steps=shape))
+    assert found["steady_tokens_per_second"] == pytest.approx(4 / 2.0)
+    assert found["steady_tpot_seconds"] == pytest.approx(1.0)
+    assert found["steady_share"] == pytest.approx(0.4)
+    tau = 2 * 4.0  # of the tokens at 3 and 4 s: up by 2, down by 4
+    assert found["steady_tau_per_second"] == pytest.approx(tau / 2.0)
+    assert found["steady_tau_per_gb"] == pytest.approx(tau / 0.7)
+    assert found["steady_tau_per_gflop"] == pytest.approx(tau / 1.0)
+    assert found["steady_nats_per_second"] == pytest.approx(2 * 6.0 / 2.0)
+    assert found["kv_share"] == pytest.approx(0.75)  # of the fourth step alone
+    assert steady_figures(round_of(steps=steps(num_decode_tokens=[0, 2, 0]))) == {}
+
+
+def test_prompts_that_were_read_for_all_arms_count_in_the_whole_run_and_not_in_the_window() -> None:
+    alone, shared = round_of(request(0)), round_of(request(0), prompts=PromptRun(seconds=2, flops=2e9, bytes_read=1e9))
+    mine, theirs = round_figures(shared, 4.0), round_figures(alone, 4.0)
+    assert (theirs["tokens_per_second"], mine["tokens_per_second"]) == (1.5, 0.75)
+    assert (theirs["e2e_mean_seconds"], mine["e2e_mean_seconds"]) == (2.0, 4.0)
+    assert mine["tau_per_gflop"] == pytest.approx(1.5 / 4.0)
+    assert mine["tau_per_gb"] == pytest.approx(1.5 / 2.0)
+    assert mine["goodput"] == pytest.approx(0.25)
+    assert mine["steady_tokens_per_second"] == theirs["steady_tokens_per_second"]
+    assert deadline([shared]) == 4.0
 
 
 def test_kept_share_is_of_the_steps_that_skip() -> None:
@@ -110,7 +135,7 @@ def test_a_gain_is_clear_of_one_keeps_quality_and_loses_less_than_its_placebo() 
     ("figures", "scores", "reason"),
     [
         ({**FIGURES, "meso": faster(1.0)}, BAD_PLACEBO, "holds 1.00"),
-        ({**FIGURES, "meso": faster(0.5)}, BAD_PLACEBO, "wrong side"),
+        ({**FIGURES, "meso": faster(0.5)}, BAD_PLACEBO, "worse than the baseline"),
         ({name: rounds[:2] for name, rounds in FIGURES.items()}, BAD_PLACEBO, "too few rounds"),
         (FIGURES, {**BAD_PLACEBO, "meso": quality("meso", [2.1, 3.1, 4.1])}, "above 1%"),
         (FIGURES, {**BAD_PLACEBO, "random-blocks": GOOD["meso"]}, "not better than random-blocks"),
@@ -183,3 +208,19 @@ def test_texts_are_compared_by_the_kept_libraries() -> None:
     assert similarity.rouge_l(["a dog ran"], same) < 0.5
     assert similarity.repetition([[1, 2, 3, 4, 1, 2, 3, 4]]) == pytest.approx(1 / 5)
     assert similarity.repetition([[1, 2]]) == 0.0
+
+
+def test_the_closest_law_to_a_goal_keeps_the_quality() -> None:
+    name = "steady_tokens_per_second"
+    figures = {
+        arm: [{name: factor * base} for base in (10.0, 11.0, 12.0)]
+        for arm, factor in (("baseline", 1.0), ("meso", 2.0), ("full", 1.5), ("random-blocks", 3.0))
+    }
+    scores = {**GOOD, "full": GOOD["meso"]}
+    (best,) = attempts("long-context", figures, scores)
+    assert (best.arm, best.ratio.value, best.is_reached) == ("meso", 2.0, True)
+    (best,) = attempts("long-context", figures, {**scores, "meso": quality("meso", [2.1, 3.1, 4.1])})
+    assert (best.arm, best.ratio.value, best.is_reached) == ("full", 1.5, False)
+    (worst,) = attempts("short-chat", figures, scores)
+    assert (worst.arm, worst.is_reached) == ("full", True)
+    assert attempts("mixed", figures, scores) == []

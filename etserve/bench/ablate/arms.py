@@ -13,6 +13,7 @@ SKETCH_BITS = 2
 _MICRO = {"temperature_mode": "cool"}
 _MACRO = {"priority_mode": "entropic"}
 _MESO = {"pruning": "on"}
+_PAPER = {"temperature_mode": "two_sided", "priority_mode": "paper", "pruning": "on", "epsilon_swing": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ ARMS: dict[str, Arm] = {
         Arm("macro", "entropic priority with finish bonus and ageing", _MACRO),
         Arm("meso", "blocks skipped by key sketches, epsilon steered by entropy", _MESO),
         Arm("full", "all three scales", {**_MICRO, **_MACRO, **_MESO}),
+        Arm("paper", "all three as the paper words them", _PAPER),
         Arm(
             "fixed-temperature",
             "one temperature, the thermostat's mean",

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from etserve.bench.ablate.records import Replay, RequestRun, StepRuns
+from etserve.bench.ablate.records import RequestRun, StepRuns
 from etserve.bench.ablate.workloads import Arrival
 from etserve.engine.llm_engine import LLMEngine
 from etserve.engine.streams import merge
@@ -92,46 +92,6 @@ class Driver:
             tau_nats=[entry.tau_nats for entry in whole.entropies],
             error=whole.error_code,
         )
-
-
-def replay(engine: LLMEngine, arrivals: list[Arrival], runs: list[RequestRun]) -> dict[int, Replay]:
-    """Entropies of each produced text under a plain engine, by request index; requests without tokens are left out.
-
-    The tokens are forced, so that the engine measures and draws none but the last; its clock starts with the first
-    output token, as the running engine's does.
-    """
-    prompts = {arrival.index: arrival.prompt_token_ids for arrival in arrivals}
-    for run in runs:
-        if run.token_ids:
-            params = SamplingParams(
-                temperature=0.0, max_tokens=len(run.token_ids), ignore_eos=True, seed=0, trace="summary"
-            )
-            engine.add_request(
-                GenerateRequest(
-                    request_id=str(run.index),
-                    prompt_token_ids=prompts[run.index],
-                    params=params,
-                    forced_output=[run.token_ids[:-1]],
-                )
-            )
-    found: dict[int, Replay] = {}
-    while engine.has_work:
-        for output in engine.step()[0]:
-            facts = output.entropy_summary
-            if facts is not None:
-                found[int(output.request_id)] = Replay(tau_nats=facts.tau_nats, nats_resolved=facts.nats_resolved)
-    return found
-
-
-def prime(engine: LLMEngine, arrivals: list[Arrival]) -> None:
-    """Have the replaying engine read the prompts once, before anything is timed: its cache keeps them for all arms."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
-    for arrival in arrivals:
-        engine.add_request(
-            GenerateRequest(request_id=str(arrival.index), prompt_token_ids=arrival.prompt_token_ids, params=params)
-        )
-    while engine.has_work:
-        engine.step()
 
 
 def _request(request_id: str, arrival: Arrival, temperature: float) -> GenerateRequest:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from etserve.config import BLOCK_SIZE, ControlConfig, EngineConfig
-from etserve.engine.building import assemble, set_threads, warm_up
+from etserve.engine.building import Memory, assemble, set_threads, warm_up
 from etserve.engine.llm_engine import LLMEngine
 from etserve.models.files import resolve_model
 from etserve.models.loader import LoadedModel, load_model
@@ -43,8 +43,12 @@ class Lab:
         num_kv_blocks: int,
         max_num_seqs: int = 64,
         max_step_tokens: int = 512,
+        memory: Memory | None = None,
     ) -> LLMEngine:
-        """A warm engine with so many blocks for live sequences. Prefix caching as the lab's settings have it."""
+        """A warm engine with so many blocks for live sequences. Prefix caching as the lab's settings have it.
+
+        `memory`: of as many blocks and made for the same bits of sketch, instead of one of its own.
+        """
         loaded = self.loaded(sketch_bits)
         config = _replace(
             self._settings(control, sketch_bits),
@@ -53,9 +57,12 @@ class Lab:
             max_step_tokens=max_step_tokens,
         )
         loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, num_kv_blocks * BLOCK_SIZE))
-        engine = LLMEngine(assemble(config, loaded, self.tokenizer, self.model_name, {}))
+        engine = LLMEngine(assemble(config, loaded, self.tokenizer, self.model_name, {}, memory=memory))
         warm_up(engine)
         return engine
+
+    def memory(self, sketch_bits: int, num_kv_blocks: int) -> Memory:
+        return Memory.of(self.loaded(sketch_bits).decoder, num_kv_blocks)
 
     def _settings(self, control: ControlConfig, sketch_bits: int) -> EngineConfig:
         return _replace(self.config, control=control, pruning_sketch_bits=sketch_bits, kv_memory_bytes=None)

@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from etserve.bench.ablate.arms import BASELINE
+from etserve.bench.ablate.figures import kept_share
 from etserve.bench.ablate.records import QualityRun, RoundRun
-from etserve.bench.ablate.statistics import compare, kept_share, loss
+from etserve.bench.ablate.statistics import compare, loss
 from etserve.bench.ablate.verdicts import Figures
 from etserve.bench.errors import BenchError
 
@@ -35,11 +36,16 @@ def draw_clock(rounds: dict[str, list[RoundRun]], path: Path) -> None:
 
 
 def draw_ratios(figures: Figures, path: Path) -> None:
-    """Latency and throughput of each arm by the baseline's, with intervals where there are rounds enough."""
+    """Steady window and whole run of each arm by the baseline's, with intervals where there are rounds enough."""
     names = [name for name in figures if name != BASELINE]
-    figure = Figure(figsize=(11, 0.45 * len(names) + 1.8), layout="constrained")
-    shown = (("e2e_mean_seconds", "Mean latency"), ("steady_tokens_per_second", "Steady throughput"))
-    for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), shown, strict=True):
+    figure = Figure(figsize=(13, 0.45 * len(names) + 1.8), layout="constrained")
+    shown = (
+        ("steady_tokens_per_second", "Steady: tokens/s (more is better)"),
+        ("steady_tpot_seconds", "Steady: time per token (less)"),
+        ("steady_tau_per_second", "Steady: τ/s (more)"),
+        ("e2e_mean_seconds", "Whole run: latency (less)"),
+    )
+    for axes, (key, title) in zip(figure.subplots(1, 4, sharey=True), shown, strict=True):
         for row, name in enumerate(names):
             found = compare(figures[name], figures[BASELINE], key)
             if found is None:
@@ -49,7 +55,7 @@ def draw_ratios(figures: Figures, path: Path) -> None:
             axes.plot(found.value, row, "o", color="C0")
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_yticks(range(len(names)), names)
-        axes.set_title(title, loc="left")
+        axes.set_title(title, loc="left", fontsize="medium")
         axes.set_xlabel("by the baseline's")
         axes.grid(alpha=0.3, axis="x")
     figure.axes[0].invert_yaxis()

@@ -10,6 +10,15 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
     tau_nats: float
     nats_resolved: float
+    entropies: list[float] = []  # H_raw of the distribution that each output token was drawn from
+
+
+class PromptRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Reading the round's prompts, done once for all arms where they share what they read."""
+
+    seconds: float
+    flops: float
+    bytes_read: float
 
 
 class RequestRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +74,8 @@ class RoundRun(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     weight_bytes: int
     cpu_foreign: float | None = None  # share of all cores that went to other processes
+    prompts: PromptRun | None = None  # None: the arm read them itself, within the round
+    phases: dict[str, float] = {}  # seconds in the decoder's calls (bench/phases.py), where it can tell
     requests: list[RequestRun]
     steps: StepRuns
 

@@ -4,19 +4,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from etserve.bench.ablate import plots, similarity
+from etserve.bench.ablate import plots
 from etserve.bench.ablate.arms import ARMS, BASELINE
-from etserve.bench.ablate.records import QualityRun, RoundRun
+from etserve.bench.ablate.figures import deadline, round_figures
+from etserve.bench.ablate.goals import attempts, goals_section, missed_section, ratio_text, shares_section
+from etserve.bench.ablate.records import RoundRun
 from etserve.bench.ablate.run import Results
-from etserve.bench.ablate.statistics import FIGURES, Loss, compare, deadline, kept_share, loss, round_figures
-from etserve.bench.ablate.verdicts import JUDGED, Figures, Verdict, judge, steering
+from etserve.bench.ablate.sections import loss_text, quality_section, short_heading, workload_section
+from etserve.bench.ablate.statistics import loss
+from etserve.bench.ablate.verdicts import JUDGED, Figures, Verdict, judge
 from etserve.bench.errors import BenchError
-from etserve.bench.report import FOREIGN_LIMIT, markdown, shown
-from etserve.bench.summary import Ratio
+from etserve.bench.report import markdown
 
 REPORT = "report.md"
+_ABOUT = (
+    "The same requests, arrivals and seeds were put through the plain engine and through arms that switch parts of "
+    "the control loop on: **micro** steers the temperature, **macro** decides who is served, **meso** skips blocks of "
+    "the KV cache, **full** does all three, **paper** does so in the paper's words. Placebos do as much blindly."
+)
 # arXiv 2603.03310, relative to its baseline; model, hardware and data are not named there.
 _CLAIMS = (
     ("micro", "0.98", "1.02", "1.08", "1.00"),
@@ -28,22 +33,29 @@ _CLAIMS = (
 
 def write_report(found: Results, facts: Mapping[str, Any], folder: Path) -> Path:
     """Write report.md and its pictures into `folder`. `facts`: model, machine, commit, command, settings."""
-    parts = ["# Ablation of the control loop", _facts(facts), _claims()]
-    verdicts: list[Verdict] = []
+    figures = {workload: figures_of(rounds) for workload, rounds in found.rounds.items()}
+    verdicts = [v for workload, each in figures.items() for v in judge(workload, each, found.quality)]
+    tried = [a for workload, each in figures.items() for a in attempts(workload, each, found.quality)]
+    parts = [
+        "# Ablation of the control loop",
+        _ABOUT,
+        goals_section(tried, verdicts),
+        missed_section(tried, figures),
+        *(shares_section(w, rounds) for w, rounds in found.rounds.items() if _has_read_prompts(rounds)),
+        verdict_section(verdicts, found),
+        _facts(facts),
+        _claims(),
+    ]
     for workload, rounds in found.rounds.items():
-        figures = figures_of(rounds)
-        judged = judge(workload, figures, found.quality)
-        verdicts += judged
-        plots.draw_ratios(figures, folder / f"{workload}-ratios.png")
+        plots.draw_ratios(figures[workload], folder / f"{workload}-ratios.png")
         plots.draw_clock(rounds, folder / f"{workload}-clock.png")
-        parts.append(_workload(workload, rounds, figures))
+        parts.append(workload_section(workload, rounds, figures[workload]))
     if found.quality:
         plots.draw_kept(found.quality, folder / "quality.png")
-        parts.append(_quality(found.quality))
-    parts.insert(3, summary(verdicts))
+        parts.append(quality_section(found.quality))
     path = folder / REPORT
     try:
-        path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from None
     return path
@@ -55,166 +67,60 @@ def figures_of(rounds: Mapping[str, Sequence[RoundRun]]) -> Figures:
     return {name: [round_figures(run, limit) for run in runs] for name, runs in rounds.items()}
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """The gains, then everything that is none, with the reason."""
-    gains = [f"- {_named(verdict)}" for verdict in verdicts if verdict.is_gain]
-    others = [f"- {_named(verdict)}: {verdict.reason}" for verdict in verdicts if not verdict.is_gain]
-    lines = ["## What is a gain", "", "Clear of 1.00, ΔNLL at most 1 %, and better than its placebo:", ""]
-    lines += gains or ["- nothing"]
-    lines += ["", "## What is not reproduced", ""]
-    lines += others or ["- nothing was missed"]
-    return "\n".join(lines)
+def _has_read_prompts(rounds: Mapping[str, Sequence[RoundRun]]) -> bool:
+    """Only there are steps alike: they decode, and little else."""
+    return any(run.prompts is not None for runs in rounds.values() for run in runs)
 
 
-def _named(verdict: Verdict) -> str:
-    return f"{verdict.workload}, {verdict.arm}, {verdict.figure}: {ratio_text(verdict.ratio)}"
+def verdict_section(verdicts: Sequence[Verdict], found: Results) -> str:
+    """Every law on every workload; bold is a gain, and the last column says why the others are none."""
+    rows = []
+    for workload, arm in dict.fromkeys((v.workload, v.arm) for v in verdicts):
+        mine = {v.figure: v for v in verdicts if (v.workload, v.arm) == (workload, arm)}
+        cells = [_cell(mine.get(name)) for name in JUDGED]
+        rows.append([workload, arm, *cells, _quality(arm, found), _reasons(list(mine.values()))])
+    header = ["workload", "arm", *map(short_heading, JUDGED), "ΔNLL", "why the rest is no gain"]
+    return "\n\n".join(
+        [
+            "## Verdicts",
+            "Ratio to the baseline [95 % interval]; *s*: steady window, *w*: whole run. **Bold: a gain**: clear of "
+            "1.00, ΔNLL at most 1 %, and better than its placebo. Everything else is not reproduced.",
+            markdown(header, rows),
+        ]
+    )
 
 
-def ratio_text(found: Ratio | None) -> str:
-    if found is None:
+def _cell(verdict: Verdict | None) -> str:
+    if verdict is None:
         return "–"
-    interval = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.value:.2f}{interval}"
+    text = ratio_text(verdict.ratio)
+    return f"**{text}**" if verdict.is_gain else text
+
+
+def _quality(arm: str, found: Results) -> str:
+    if ARMS[arm].changes.get("pruning") != "on":
+        return "0"
+    if arm not in found.quality or BASELINE not in found.quality:
+        return "–"
+    return loss_text(loss(found.quality[arm], found.quality[BASELINE]))
+
+
+def _reasons(verdicts: Sequence[Verdict]) -> str:
+    """Each reason once, with the figures that it stops."""
+    by_reason: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if not verdict.is_gain:
+            by_reason.setdefault(verdict.reason, []).append(short_heading(verdict.figure))
+    if len(by_reason) == 1 and len(verdicts) == len(next(iter(by_reason.values()))):
+        return next(iter(by_reason))
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return "## How it was measured\n\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
 def _claims() -> str:
     header = ["arm", "latency", "throughput", "dτ/dC", "quality"]
     table = markdown(header, [list(row) for row in _CLAIMS])
     return f"## What the paper claims\n\nRelative to its baseline; hypotheses, not facts.\n\n{table}"
-
-
-def _workload(workload: str, rounds: Mapping[str, Sequence[RoundRun]], figures: Figures) -> str:
-    return "\n\n".join(
-        [
-            f"## {workload}",
-            "Medians over rounds. τ and nats are those of a dense replay of the produced text at temperature 1.",
-            _absolute(figures),
-            *_warnings(figures),
-            "By the baseline's, paired by round, with a 95 % bootstrap interval:",
-            _relative(figures),
-            _texts(rounds),
-            _kv_share(figures),
-            f"![Latency and throughput]({workload}-ratios.png)",
-            f"![Entropy and entropic time]({workload}-clock.png)",
-        ]
-    )
-
-
-def _absolute(figures: Figures) -> str:
-    shown_figures = [f for f in FIGURES if any(f.name in each for rounds in figures.values() for each in rounds)]
-    header = ["arm", "rounds", *(figure.heading for figure in shown_figures)]
-    rows = []
-    for name, rounds in figures.items():
-        cells = []
-        for figure in shown_figures:
-            values = [each[figure.name] for each in rounds if figure.name in each]
-            cells.append(shown(float(np.median(values)) if values else None, figure.scale, figure.decimals))
-        rows.append([name, str(len(rounds)), *cells])
-    return markdown(header, rows)
-
-
-def _warnings(figures: Figures) -> list[str]:
-    busy = [each["cpu_foreign"] for rounds in figures.values() for each in rounds if "cpu_foreign" in each]
-    if busy and max(busy) > FOREIGN_LIMIT:
-        return [f"**Up to {max(busy):.0%} of the CPU went to other processes: repeat on a quiet machine.**"]
-    return []
-
-
-def _relative(figures: Figures) -> str:
-    names = (*JUDGED, "e2e_p99_seconds", "goodput", "nats_per_gflop", "tau_per_gb", "tau_per_second")
-    headings = {figure.name: figure.heading for figure in FIGURES}
-    rows = []
-    for arm in (name for name in figures if name != BASELINE):
-        cells = [ratio_text(compare(figures[arm], figures[BASELINE], name)) for name in names]
-        rows.append([arm, ARMS[arm].description, *cells])
-    return markdown(["arm", "what it is", *(headings[name] for name in names)], rows)
-
-
-def _texts(rounds: Mapping[str, Sequence[RoundRun]]) -> str:
-    """Sampled texts part at their first different token: equal seeds keep them together as long as they can be."""
-    base = {(run.round, request.index): request.text for run in rounds[BASELINE] for request in run.requests}
-    rows = []
-    for name, runs in rounds.items():
-        requests = [(base.get((run.round, r.index)), r) for run in runs for r in run.requests]
-        pairs = [(r.text, reference) for reference, r in requests if reference is not None]
-        texts, references = [text for text, _ in pairs], [reference for _, reference in pairs]
-        rows.append(
-            [
-                name,
-                f"{similarity.rouge_l(texts, references):.3f}",
-                f"{similarity.bleu(texts, references):.1f}",
-                f"{similarity.repetition([r.token_ids for _, r in requests]):.2%}",
-            ]
-        )
-    return markdown(["arm", "ROUGE-L to baseline", "BLEU to baseline", "repeated 4-grams"], rows)
-
-
-def _kv_share(figures: Figures) -> str:
-    shares = [each["kv_share"] for each in figures[BASELINE] if "kv_share" in each]
-    if not shares:
-        return "No step was pure decoding: f_kv is unknown."
-    share = float(np.median(shares))
-    return (
-        f"f_kv, the cache's part of what a decode step reads, is {share:.0%} in the baseline: were it read for "
-        f"nothing, a step bound by memory would take {1.0 - share:.0%} of its time. Skipping cannot gain more."
-    )
-
-
-def _quality(quality: Mapping[str, QualityRun]) -> str:
-    rows = [_quality_row(name, run, quality.get(BASELINE)) for name, run in quality.items()]
-    header = [
-        "arm",
-        "NLL, nats",
-        "ΔNLL",
-        "blocks read where it skips, %",
-        "steps that skip, %",
-        "cloze",
-        "its NLL",
-        "needles",
-        "their NLL",
-    ]
-    steered = steering(dict(quality))
-    lines = [
-        "## Quality",
-        "Held-out text, one decode step a token, each arm's law in force. Arms that are missing here skip nothing: the "
-        "same text gives them the baseline's distributions, bit for bit.",
-        markdown(header, rows),
-    ]
-    if steered is not None:
-        lines.append(f"NLL with epsilon steered by entropy, against a constant epsilon: {loss_text(steered)}.")
-    return "\n\n".join([*lines, "![Quality](quality.png)"])
-
-
-def loss_text(found: Loss | None) -> str:
-    if found is None:
-        return "–"
-    interval = "" if found.low is None or found.high is None else f" [{found.low:+.2%}, {found.high:+.2%}]"
-    return f"{found.value:+.2%}{interval}"
-
-
-def _quality_row(name: str, run: QualityRun, baseline: QualityRun | None) -> list[str]:
-    nll = [value for each in run.nll_nats for value in each]
-    shares = [value for each in run.kept_fractions for value in each]
-    return [
-        name,
-        shown(float(np.mean(nll)) if nll else None, 1.0, 4),
-        loss_text(None if baseline is None else loss(run, baseline)),
-        shown(kept_share(shares), 100.0, 1),
-        shown(float(np.mean([share < 1.0 for share in shares])) if shares else None, 100.0, 0),
-        _accuracy(run.cloze_hits),
-        _mean(run.cloze_nll),
-        _accuracy(run.needle_hits),
-        _mean(run.needle_nll),
-    ]
-
-
-def _mean(values: Sequence[float]) -> str:
-    return shown(float(np.mean(values)) if values else None, 1.0, 3)
-
-
-def _accuracy(hits: Sequence[bool]) -> str:
-    return f"{sum(hits)}/{len(hits)}" if hits else "–"

@@ -1,34 +1,32 @@
 """Run what is missing of a comparison: workloads, rounds and arms interleaved, then the quality suite."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from etserve.bench import calibrate, host
+from etserve.bench import calibrate
 from etserve.bench.ablate.arms import Arm, control_of
-from etserve.bench.ablate.drive import Driver, prime, replay
+from etserve.bench.ablate.figures import kept_share, round_figures
 from etserve.bench.ablate.lab import Lab
+from etserve.bench.ablate.progress import Piece
 from etserve.bench.ablate.quality import is_scored, run_quality, settings_of
 from etserve.bench.ablate.records import QualityRun, RoundRun
-from etserve.bench.ablate.statistics import kept_share, round_figures
+from etserve.bench.ablate.rounds import RoundBench
 from etserve.bench.ablate.store import Store
 from etserve.bench.ablate.texts import quality_texts
 from etserve.bench.ablate.workloads import (
     AblationWorkload,
-    Arrival,
     Preset,
     arrivals,
-    blocks_of,
     check_context,
-    pool_blocks,
+    weight_of,
+    weight_of_quality,
 )
 from etserve.bench.prompts import PromptMaker
 from etserve.config import ControlConfig
-from etserve.engine.llm_engine import LLMEngine
 
-Progress = Callable[[str], None]  # told each piece as it is done
+Progress = Callable[[Piece], None]  # told each piece as it is done
 _SEEDS_APART = 1000  # between two rounds
 
 
@@ -69,7 +67,7 @@ class Comparison:
         self._base = self._settle_base()
         found = Results()
         for workload in self._preset.workloads:
-            arms = [arm for arm in self._arms if arm.name in workload.arms]
+            arms = self._arms_of(workload)
             rounds = found.rounds[workload.name] = {arm.name: [] for arm in arms}
             for number in range(self._preset.rounds):
                 self._round(workload, arms, number, rounds)
@@ -78,8 +76,18 @@ class Comparison:
 
     def num_pieces(self) -> int:
         """Calls of `progress` that a whole run makes."""
-        rounds = sum(len([a for a in self._arms if a.name in w.arms]) for w in self._preset.workloads)
-        return rounds * self._preset.rounds + len([arm for arm in self._arms if is_scored(arm)])
+        rounds = sum(self._preset.rounds_of(w, a.name) for w in self._preset.workloads for a in self._arms_of(w))
+        return rounds + self._num_scored()
+
+    def total_weight(self) -> float:
+        """Of all those calls."""
+        rounds = sum(
+            weight_of(w) * self._preset.rounds_of(w, a.name) for w in self._preset.workloads for a in self._arms_of(w)
+        )
+        return rounds + weight_of_quality(self._preset.quality) * self._num_scored()
+
+    def _num_scored(self) -> int:
+        return len([arm for arm in self._arms if is_scored(arm)])
 
     # --- parts
 
@@ -105,59 +113,24 @@ class Comparison:
         )
         return sum(written.controlled_nats) / len(written.controlled_nats)
 
+    def _arms_of(self, workload: AblationWorkload) -> list[Arm]:
+        return [arm for arm in self._arms if arm.name in workload.arms]
+
     def _round(
         self, workload: AblationWorkload, arms: list[Arm], number: int, rounds: dict[str, list[RoundRun]]
     ) -> None:
         """Each arm once; who begins moves on from round to round, except in the first, which placebos measure by."""
         asked = arrivals(workload, self._maker, self._seed + number * _SEEDS_APART)
-        order = arms if number == 0 else [*arms[number % len(arms) :], *arms[: number % len(arms)]]
-        reader: LLMEngine | None = None
-        for arm in order:
+        due = [arm for arm in arms if number < self._preset.rounds_of(workload, arm.name)]
+        bench: RoundBench | None = None
+        for arm in due if number == 0 else [*due[number % len(due) :], *due[: number % len(due)]]:
             run = self._store.round(arm.name, workload.name, number)
-            if run is None:
-                if reader is None:
-                    reader = self._lab.engine(ControlConfig(), 0, num_kv_blocks=blocks_of(asked) * 5 // 4 + 1)
-                    prime(reader, asked)
-                run = self._run_arm(workload, arm, number, asked, self._control(arm, rounds), reader)
+            if is_fresh := run is None:
+                bench = bench or RoundBench(self._lab, workload, asked)
+                run = bench.run(arm, number, self._seed + number * _SEEDS_APART, self._control(arm, rounds))
                 self._store.add_round(run)
             rounds[arm.name].append(run)
-            self._progress(f"{workload.name}, round {number + 1}, {arm.name}")
-
-    def _run_arm(
-        self,
-        workload: AblationWorkload,
-        arm: Arm,
-        number: int,
-        asked: list[Arrival],
-        control: ControlConfig,
-        reader: LLMEngine,
-    ) -> RoundRun:
-        gc.collect()  # the pool of the arm before
-        engine = self._lab.engine(
-            control,
-            arm.sketch_bits,
-            num_kv_blocks=pool_blocks(workload, asked),
-            max_num_seqs=workload.max_num_seqs,
-            max_step_tokens=workload.max_step_tokens,
-        )
-        before = host.snapshot([])
-        requests, steps = Driver(engine, asked, workload.load.concurrency, workload.temperature).run()
-        foreign = host.foreign_share(before, host.snapshot([]))
-        info = engine.info
-        del engine
-        replays = replay(reader, asked, requests)
-        return RoundRun(
-            arm=arm.name,
-            workload=workload.name,
-            round=number,
-            seed=self._seed + number * _SEEDS_APART,
-            settings=settings_of(control),
-            num_kv_blocks=info.num_kv_blocks,
-            weight_bytes=info.weight_bytes,
-            cpu_foreign=foreign,
-            requests=[msgspec.structs.replace(request, replay=replays.get(request.index)) for request in requests],
-            steps=steps,
-        )
+            self._progress(Piece(f"{workload.name}, round {number + 1}, {arm.name}", weight_of(workload), is_fresh))
 
     def _control(self, arm: Arm, rounds: dict[str, list[RoundRun]]) -> ControlConfig:
         matched = None
@@ -186,7 +159,8 @@ class Comparison:
                     run = fresh[name]
                     self._store.add_quality(run)
                 done[name] = run
-                self._progress(f"quality, {name}")
+                weight = weight_of_quality(self._preset.quality)
+                self._progress(Piece(f"quality, {name}", weight, is_fresh=known[name] is None))
         return done
 
     def _quality_control(self, arm: Arm, done: dict[str, QualityRun], num_layers: int) -> ControlConfig:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from etserve import __version__
 from etserve.bench.ablate import workloads as presets
 from etserve.bench.ablate.arms import SKETCH_BITS, select
 from etserve.bench.ablate.lab import Lab
+from etserve.bench.ablate.progress import Shown
 from etserve.bench.ablate.report import write_report
 from etserve.bench.ablate.run import Comparison, manifest
 from etserve.bench.ablate.store import Store
@@ -41,12 +41,9 @@ def run_session(
     lab = Lab(settings.engine)
     store = Store(out, manifest(lab, chosen, picked, base, seed))
     begin = time.monotonic()
-    with _bar(console) as bar:
-        task = bar.add_task("loading", total=None)
-        comparison = Comparison(
-            lab, chosen, picked, store, base, seed, lambda what: bar.update(task, advance=1, description=what)
-        )
-        bar.update(task, total=comparison.num_pieces(), description="running")
+    with Shown(console) as shown:
+        comparison = Comparison(lab, chosen, picked, store, base, seed, shown.add)
+        shown.begin(comparison.total_weight(), comparison.num_pieces())
         found = comparison.run()
     return write_report(found, _facts(lab, chosen, seed, time.monotonic() - begin), out)
 
@@ -69,11 +66,6 @@ def check_libraries() -> None:
         raise BenchError(f"{error.name} is missing: pip install 'etserve[bench]'") from None
 
 
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-
-
 def _facts(lab: Lab, preset: Preset, seed: int, seconds: float) -> dict[str, object]:
     machine = describe_machine()
     loaded = lab.loaded()
@@ -83,7 +75,8 @@ def _facts(lab: Lab, preset: Preset, seed: int, seconds: float) -> dict[str, obj
         "backend": loaded.decoder.backend,
         "etserve": f"{__version__}, commit {commit()}",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "preset": f"{preset.name}, {preset.rounds} rounds, seed {seed}, {SKETCH_BITS}-bit key sketches",
+        "preset": f"{preset.name}, {preset.rounds} rounds ({preset.few_rounds} of placebos), seed {seed}, "
+        f"{SKETCH_BITS}-bit key sketches",
         "run": f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {seconds / 60:.0f} min (what was there aside)",
     }
 

@@ -4,12 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etserve.bench.ablate.arms import ARMS, BASELINE, Arm, placebos_of
+from etserve.bench.ablate.figures import FIGURE
 from etserve.bench.ablate.records import QualityRun
-from etserve.bench.ablate.statistics import FIGURE, Loss, compare, is_improvement, loss
+from etserve.bench.ablate.statistics import Loss, compare, is_improvement, is_worse, loss
 from etserve.bench.summary import Ratio
 
 MAX_LOSS = 0.01
-JUDGED = ("steady_tokens_per_second", "tokens_per_second", "e2e_mean_seconds", "tpot_seconds", "tau_per_gflop")
+JUDGED = (
+    "steady_tokens_per_second",
+    "steady_tpot_seconds",
+    "steady_tau_per_second",
+    "steady_tau_per_gb",
+    "tokens_per_second",
+    "e2e_mean_seconds",
+)
+_WHOLE_LOOPS = ("full", "paper")
 Figures = dict[str, list[dict[str, float]]]  # rounds of each arm
 
 
@@ -41,7 +50,7 @@ def _objection(arm: Arm, name: str, measured: Ratio, figures: Figures, quality: 
     if measured.low is None:
         return "too few rounds for an interval"
     if not is_improvement(measured, FIGURE[name]):
-        return "the interval holds 1.00, or lies on the wrong side of it"
+        return "worse than the baseline" if is_worse(measured, FIGURE[name]) else "the interval holds 1.00"
     if problem := _quality_problem(arm, quality):
         return problem
     opponents = [placebo for placebo in _opponents(arm) if _is_measured(placebo, figures, quality)]
@@ -67,8 +76,8 @@ def _shown(lost: Loss | None) -> str:
 
 
 def _opponents(arm: Arm) -> Sequence[Arm]:
-    """Steering by entropy is a claim of its own: see `steering`. The full loop meets its parts' placebos."""
-    names = ("micro", "macro", "meso") if arm.name == "full" else (arm.name,)
+    """Steering by entropy is a claim of its own: see `steering`. A whole loop meets its parts' placebos."""
+    names = ("micro", "macro", "meso") if arm.name in _WHOLE_LOOPS else (arm.name,)
     return [placebo for name in names for placebo in placebos_of(name) if placebo.name != "constant-epsilon"]
 
 

@@ -23,6 +23,10 @@ class AblationWorkload(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512
     # KV blocks by what all requests of one wave need together; below 1 the pool runs short and sequences are preempted
     pool_share: float = 1.0
+    # all arms of a round share one memory in which the prompts are read before the clock starts: what is measured is
+    # decoding, and the prompts' own cost is kept beside it
+    has_read_prompts: bool = False
+    few_rounds: tuple[str, ...] = ()  # arms that run `Preset.few_rounds` times: placebos, and laws of no claim here
 
     @property
     def name(self) -> str:
@@ -45,8 +49,12 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     rounds: int
+    few_rounds: int
     workloads: tuple[AblationWorkload, ...]
     quality: QualityPlan
+
+    def rounds_of(self, workload: AblationWorkload, arm: str) -> int:
+        return min(self.rounds, self.few_rounds) if arm in workload.few_rounds else self.rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class Arrival:
 _MICRO_ARMS = ("baseline", "micro", "fixed-temperature")
 _MACRO_ARMS = ("macro", "random-priority")
 _MESO_ARMS = ("meso", "random-blocks", "recent-blocks", "constant-epsilon")
+# They back a claim or deny it, and few rounds do; `meso` where there is next to nothing to skip as well.
+_PLACEBOS = ("fixed-temperature", "random-priority", "random-blocks", "recent-blocks", "constant-epsilon", "paper")
 
 
 def _load(
@@ -87,24 +97,30 @@ def _load(
 STANDARD = Preset(
     name="standard",
     rounds=5,
+    few_rounds=3,
     workloads=(
         AblationWorkload(
-            load=_load("short-chat", 16, (64, 192), (64, 128), concurrency=8),
-            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "meso", "full"),
+            load=_load("long-context", 8, (3072, 7680), (256, 256), concurrency=8),
+            arms=("baseline", *_MESO_ARMS, "full", "paper"),
+            has_read_prompts=True,
+            few_rounds=_PLACEBOS,
         ),
         AblationWorkload(
-            load=_load("mixed", 16, (64, 2048), (32, 160), rate=0.8),
-            arms=("baseline", "micro", *_MACRO_ARMS, "meso", "full"),
-            max_num_seqs=6,  # below what is open at once: who gets a slot matters
-        ),
-        AblationWorkload(
-            load=_load("long-context", 8, (3072, 6144), (192, 192), concurrency=8),
-            arms=("baseline", *_MESO_ARMS, "full"),
-        ),
-        AblationWorkload(
-            load=_load("memory-bound", 12, (1024, 2048), (128, 256), concurrency=12),
+            load=_load("memory-bound", 10, (1024, 1792), (128, 256), concurrency=10),
             arms=("baseline", *_MACRO_ARMS, "meso", "full"),
             pool_share=0.6,
+            few_rounds=("macro", *_PLACEBOS),
+        ),
+        AblationWorkload(
+            load=_load("short-chat", 16, (64, 192), (64, 128), concurrency=8),
+            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "meso", "full", "paper"),
+            few_rounds=_PLACEBOS,
+        ),
+        AblationWorkload(
+            load=_load("mixed", 14, (64, 2048), (32, 160), rate=1.0),
+            arms=("baseline", *_MACRO_ARMS, "meso", "full"),
+            max_num_seqs=6,  # below what is open at once: who gets a slot matters
+            few_rounds=("meso", *_PLACEBOS),
         ),
     ),
     quality=QualityPlan(
@@ -114,13 +130,17 @@ STANDARD = Preset(
 SMOKE = Preset(
     name="smoke",
     rounds=2,
+    few_rounds=1,
     workloads=(
         AblationWorkload(
             load=_load("short-chat", 3, (24, 48), (8, 12), concurrency=2),
             arms=(*_MICRO_ARMS, *_MACRO_ARMS),
         ),
         AblationWorkload(
-            load=_load("long-context", 2, (640, 704), (16, 16), concurrency=2), arms=("baseline", *_MESO_ARMS, "full")
+            load=_load("long-context", 2, (640, 704), (16, 16), concurrency=2),
+            arms=("baseline", *_MESO_ARMS, "full", "paper"),
+            has_read_prompts=True,
+            few_rounds=_PLACEBOS,
         ),
         AblationWorkload(
             load=_load("memory-bound", 4, (96, 128), (32, 48), concurrency=4),
@@ -144,7 +164,10 @@ def choose(name: PresetName, workloads: str | None = None, rounds: int | None = 
         if part not in known:
             raise BenchError(f"unknown workload {part!r}: {', '.join(known)}")
     return msgspec.structs.replace(
-        preset, workloads=tuple(w for w in preset.workloads if w.name in wanted), rounds=rounds or preset.rounds
+        preset,
+        workloads=tuple(w for w in preset.workloads if w.name in wanted),
+        rounds=rounds or preset.rounds,
+        few_rounds=min(preset.few_rounds, rounds or preset.rounds),
     )
 
 
@@ -170,6 +193,23 @@ def arrivals(workload: AblationWorkload, maker: PromptMaker, seed: int) -> list[
         )
         for request in planned
     ]
+
+
+_DECODE_WEIGHT = 5.0  # of a token that is drawn, by one that is read in a prompt
+
+
+def weight_of(workload: AblationWorkload) -> float:
+    """About how long a round of an arm takes, by other pieces: tokens, those that are decoded counting more."""
+    load = workload.load
+    prompt, output = ((each.low + each.high) / 2 for each in (load.prompt_tokens, load.output_tokens))
+    return load.num_requests * ((0.5 if workload.has_read_prompts else 1.0) * prompt + _DECODE_WEIGHT * output)
+
+
+def weight_of_quality(plan: QualityPlan) -> float:
+    """About how long one arm's quality takes, by the same measure."""
+    scored = plan.num_documents * plan.scored_tokens * _DECODE_WEIGHT
+    read = plan.num_documents * plan.prefix_tokens + plan.num_needles * plan.needle_tokens + plan.num_cloze * 512
+    return scored + read / 4  # beginnings are read once for all arms
 
 
 def blocks_of(requests: list[Arrival]) -> int:
