@@ -54,7 +54,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     jump_dense_steps: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 8  # for so many steps
     watchdog_steps: Positive = 64  # between two comparisons with dense attention
     watchdog_divergence_nats: Nats = 0.05  # above it twice running: pruning is off for the request
-    kv_protect: bool = False  # system messages are always read
+    kv_protect: bool = False  # system messages are always read, and never evicted
+    # under memory pressure, or a sequence's own budget: which blocks give their memory back for good
+    eviction: Literal["off", "pressure", "budget"] = "off"  # what a request gets that says nothing of it
+    block_budget: Annotated[int, msgspec.Meta(ge=32)] | None = None  # blocks that a sequence holds at most, of budget
+    evict_selector: Literal["score", "random"] = "score"  # random is a placebo
 
     def __post_init__(self) -> None:
         """Raises ValueError where the laws themselves refuse the values together."""
@@ -63,6 +67,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.pruning_law()
         if self.temperature_mode in thermostat.TARGETED_MODES and self.target() is None:
             raise ValueError(f"temperature_mode {self.temperature_mode} takes target_entropy_nats or mean_entropy_nats")
+        if self.eviction == "budget" and self.block_budget is None:
+            raise ValueError("eviction budget takes block_budget")
 
     def can_prune(self, sketch_bits: int) -> bool:
         """Whether attention can skip with so many bits of sketch: placebos need none."""

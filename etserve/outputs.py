@@ -117,6 +117,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_fractions: list[float] = []
     skipped_masses: list[float] = []  # estimated
     num_blocks_skipped: int = 0  # block reads spared, over layers and KV heads
+    num_blocks_evicted: int = 0  # taken from running sequences for good
+    num_sequences_evicted: int = 0  # that lost their first block
     prune_fallbacks: dict[str, int] = {}  # why skipping stepped back -> how often (control/choice.py FALLBACKS)
     num_saturated_low: int = 0  # tokens at which the thermostat was clamped, by side
     num_saturated_high: int = 0
@@ -146,3 +148,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     pruning_sketch_bits: int = 0  # 0: attention cannot skip blocks
+    can_evict: bool = False  # attention can do without blocks of a sequence

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from etserve.config import BLOCK_SIZE
 from etserve.control.choice import NOT_MEASURED, TokenMeasure
 from etserve.outputs import TokenLogprobs
 from etserve.sequence import Sequence
@@ -20,10 +24,16 @@ class ScheduledSequence:
     check_epsilon: float = 0.0  # > 0: the step is dense, and compared with one that may miss so much
     age_seconds: float = 0.0  # since it was last served, or arrived
     is_forced: bool = False  # overdue: it came before others whatever they resolve
+    num_evicted_blocks: int = 0  # null blocks in the table: attention does without their tokens
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens that attention can read, those of this step included."""
+        return self.end - self.num_evicted_blocks * BLOCK_SIZE
 
     @property
     def samples(self) -> bool:
@@ -39,6 +49,8 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
     admitted: tuple[Sequence, ...] = ()  # first time scheduled, in this step
+    num_blocks_evicted: int = 0
+    num_sequences_evicted: int = 0  # evicted from for the first time since they were computed
 
     @property
     def num_tokens(self) -> int:
@@ -74,3 +86,8 @@ class ModelRunnerOutput:
     seq_bytes: dict[int, float] = field(default_factory=dict)
     bytes_read: float = 0.0  # weights once, and all keys and values
     num_blocks_skipped: int = 0  # block reads spared, over layers and KV heads
+    # of sequences that may be evicted from and sample in this step, by kept block: the largest share of a head's
+    # attention that the last row gave it, f32
+    block_masses: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    # of the same sequences, the prompt tokens start+1 ..: -ln p under softmax(raw logits), nats
+    prompt_surprisals: dict[int, list[float]] = field(default_factory=dict)

@@ -24,6 +24,8 @@ class EntropicParams(msgspec.Struct, frozen=True, kw_only=True):
     pruning: Literal["off", "on"] | None = None
     epsilon: float | None = None  # attention mass that a head may miss, before entropy moves it
     kv_protect: bool | None = None  # the protected spans are always read
+    eviction: Literal["off", "pressure", "budget"] | None = None  # when blocks give their memory back for good
+    block_budget: int | None = None  # blocks to hold at most, of eviction "budget"
     protected_spans: tuple[tuple[int, int], ...] = ()  # [start, end) of prompt tokens, from the chat's roles
 
 

@@ -45,6 +45,8 @@ class Sequence:
     last_scheduled_step: int = -1
     last_served_seconds: float | None = None  # end of its latest step, or when it was preempted
     num_dense_tokens: int | None = None  # KV entries from here on were computed with blocks skipped; None: none were
+    num_evicted_blocks: int = 0  # of those computed: null blocks in its table
+    total_evicted_blocks: int = 0  # ever, those that a preemption has restored included
     flops: float = 0.0
     bytes_read: float = 0.0  # its KV, and its share of the weights of each step it took part in
     clock: EntropyClock = field(default_factory=EntropyClock)
@@ -71,6 +73,11 @@ class Sequence:
     def mean_temperature(self) -> float:
         """Over the output tokens so far."""
         return self.control.thermostat.mean_temperature if self.control.steers_temperature else self.params.temperature
+
+    @property
+    def may_be_evicted(self) -> bool:
+        """Whether blocks of it may be given back while it runs: it shares none before its end."""
+        return self.control.laws.eviction is not None
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -132,6 +132,7 @@ def _context() -> Sequence[Panel]:
               "from a live sequence for good.",
               "ops", [
                   (rate("etserve_blocks_skipped_total"), "skipped"), (rate("etserve_blocks_evicted_total"), "evicted"),
+                  (rate("etserve_sequences_evicted_total"), "sequences evicted from"),
               ], right_axis=("evicted", "ops")),
         lines("Attention mass skipped", "Estimated share of attention mass in the skipped blocks; quantiles over "
               "sequence steps.",

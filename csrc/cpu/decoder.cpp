@@ -88,8 +88,13 @@ void Decoder::check(const Step& step) const {
       const int32_t block = step.block_tables[b * step.max_blocks + i];
       require(block >= 0 && block < step.num_blocks, "a block id is out of the pool");
     }
+    // Evicted blocks are not in the table: positions then run ahead of what is kept, by whole blocks.
+    const int64_t ahead = step.positions[step.query_start[b]] - (context - count);
+    require(ahead >= 0 && ahead % kBlockSize == 0 && context + ahead <= shape_.max_position,
+            "a position does not fit its context");
     for (int64_t i = 0; i < count; ++i)
-      require(step.positions[step.query_start[b] + i] == context - count + i, "a position does not fit its context");
+      require(step.positions[step.query_start[b] + i] == ahead + context - count + i,
+              "a position does not fit its context");
   }
   for (int64_t r = 0; r < step.num_rows; ++r)
     require(step.logit_rows[r] >= 0 && step.logit_rows[r] < step.num_tokens &&
@@ -119,9 +124,9 @@ void Decoder::reserve(const Step& step, int team_size) {
   int64_t* slots = slots_.as<int64_t>();
   for (int64_t b = 0; b < step.num_seqs; ++b)
     for (int32_t t = step.query_start[b]; t < step.query_start[b + 1]; ++t) {
-      const int32_t position = step.positions[t];
-      const int64_t block = step.block_tables[b * step.max_blocks + position / kBlockSize];
-      slots[t] = block * kBlockSize + position % kBlockSize;
+      const int32_t place = step.context_lens[b] - (step.query_start[b + 1] - t);
+      const int64_t block = step.block_tables[b * step.max_blocks + place / kBlockSize];
+      slots[t] = block * kBlockSize + place % kBlockSize;
     }
 }
 

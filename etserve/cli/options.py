@@ -59,7 +59,10 @@ CONTROL_HELP = {
     "jump_dense_steps": "How many steps are dense after such a jump.",
     "watchdog_steps": "Steps between two comparisons with dense attention.",
     "watchdog_divergence_nats": "Divergence from dense attention that turns skipping off, if found twice running.",
-    "kv_protect": "Never skip the blocks of system messages.",
+    "kv_protect": "Never skip or evict the blocks of system messages.",
+    "eviction": "When blocks are taken from running sequences for good, for requests that do not say.",
+    "block_budget": "Blocks that a sequence holds at most under eviction budget.",
+    "evict_selector": "Which blocks go; random is a placebo.",
 }
 SERVER_HELP = {
     "host": "Address to listen on.",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from etserve.control import pruning, thermostat
+from etserve.control.eviction import EvictionConfig
 from etserve.control.priority import DropAverage
 from etserve.control.pruning import PruningConfig, PruningState
 from etserve.control.thermostat import Side, Thermostat, ThermostatConfig
@@ -25,6 +26,8 @@ class ChoiceLaws:
     pruning: PruningConfig | None = None  # None: every step is dense
     protected_spans: tuple[tuple[int, int], ...] = ()  # [start, end) of prompt tokens whose blocks are always read
     ranks_by_entropy: bool = False  # the macro loop asks for drops and nearness of the end
+    eviction: EvictionConfig | None = None  # None: no block is given back before the end
+    block_budget: int | None = None  # blocks to hold at most, as far as the guards allow; None: evict under pressure
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,15 +171,6 @@ def choose_victim(candidates: Sequence[Candidate], slots: int, step: int, config
     return order[-1] if order else None
 
 
-def preemption_pays(rate_in: float, rate_out: float, horizon_seconds: float, recompute_seconds: float) -> bool:
-    """Whether to preempt for gain: (rate_in - rate_out) x horizon exceeds what recomputing forgoes.
-
-    Rates in nats per second of machine time; while the victim is recomputed the better of both stands still. Unknown
-    values never preempt.
-    """
-    return (rate_in - rate_out) * horizon_seconds > max(rate_in, rate_out) * recompute_seconds
-
-
 def _key(candidate: Candidate, median: float, config: PriorityConfig, step: int) -> tuple[float, ...]:
     """Sort key, ascending: the overdue by how long they are, then the mode's own order; ties by age, then arrival."""
     waited = age(candidate, config)

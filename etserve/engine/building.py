@@ -13,6 +13,7 @@ from etserve.control.cost import ModelShape
 from etserve.engine.costs import CostMeter
 from etserve.engine.llm_engine import EngineParts, LLMEngine
 from etserve.engine.resources import count_cores, fit_context, free_memory_bytes, num_kv_blocks
+from etserve.errors import ConfigError
 from etserve.kernels import native
 from etserve.kernels.selection import SelectionRule, rule_of
 from etserve.kv.manager import KVCacheManager
@@ -26,6 +27,7 @@ from etserve.runner.grammar import GrammarCompiler
 from etserve.runner.model_runner import ModelRunner, model_shape
 from etserve.runner.sampler import Sampler
 from etserve.sampling_params import SamplingParams
+from etserve.scheduler.eviction import Evictor
 from etserve.scheduler.policy import LawPolicy
 from etserve.scheduler.scheduler import Scheduler
 from etserve.tokenizer.loading import load_tokenizer
@@ -116,6 +118,9 @@ def assemble(
     max_model_len = fit_context(config, num_blocks, loaded.max_model_len)
     if max_model_len < loaded.max_model_len:
         log_facts(_log, logging.WARNING, "context shortened to what the KV cache holds", max_model_len=max_model_len)
+    can_evict = not spec.sliding_window and config.device == "cpu"
+    if config.control.eviction != "off" and not can_evict:
+        raise ConfigError("eviction takes the CPU, and a model without a sliding window")
     eos_token_ids = tuple(loaded.eos_token_ids)
     grammars = GrammarCompiler(
         spec.vocab_size,
@@ -138,6 +143,7 @@ def assemble(
         eos_token_ids=eos_token_ids,
         now=now,
         policy=None if law.mode == "fcfs" else LawPolicy(law, costs.next_token),
+        evictor=Evictor(memory.manager, is_random=config.control.evict_selector == "random"),
     )
     info = ModelInfo(
         model_name=model_name,
@@ -158,6 +164,7 @@ def assemble(
         weight_bytes=decoder.weight_bytes,
         kv_cache_bytes=runner.cache_bytes,
         pruning_sketch_bits=config.pruning_sketch_bits,
+        can_evict=can_evict,
     )
     return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)
 

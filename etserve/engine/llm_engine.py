@@ -72,7 +72,7 @@ class LLMEngine:
     def add_request(self, request: GenerateRequest) -> None:
         """Queue one sequence per choice. Raises RequestError (nothing is queued then)."""
         check_request(request, self.info)
-        check_steering(request.params, self._control, self.info.pruning_sketch_bits)
+        check_steering(request.params, self._control, self.info.pruning_sketch_bits, self.info.can_evict)
         sequences = [
             self._make_sequence(request, choice)
             for choice in range(request.params.n)

@@ -157,7 +157,7 @@ def _summary(seq: Sequence, now: float) -> EntropySummary:
         tau_per_gflop=_ratio(clock.tau_nats, seq.flops * 1e-9),
         mean_temperature=seq.mean_temperature,
         kept_fraction_mean=seq.control.kept_fraction_mean,
-        blocks_evicted=0,
+        blocks_evicted=seq.total_evicted_blocks,
         tau_per_gb=_ratio(clock.tau_nats, seq.bytes_read * 1e-9),
         tau_per_second=_ratio(clock.tau_nats, _seconds_in_service(seq, now)),
         tau_deadband_nats=clock.tau_deadband_nats,

@@ -3,9 +3,10 @@
 from etserve.config import ControlConfig
 from etserve.control import choice
 from etserve.control.choice import ChoiceControl, ChoiceLaws
+from etserve.control.eviction import EvictionConfig
 from etserve.control.thermostat import TARGETED_MODES
 from etserve.errors import RequestError
-from etserve.sampling_params import SamplingParams
+from etserve.sampling_params import EntropicParams, SamplingParams
 
 MAX_SPANS = 4096
 
@@ -15,18 +16,23 @@ def start_control(config: ControlConfig, params: SamplingParams) -> ChoiceContro
     wanted = params.entropic
     is_pruned = (config.pruning if wanted.pruning is None else wanted.pruning) == "on"
     protects = config.kv_protect if wanted.kv_protect is None else wanted.kv_protect
+    evicts = config.eviction if wanted.eviction is None else wanted.eviction
+    budget = config.block_budget if wanted.block_budget is None else wanted.block_budget
     laws = ChoiceLaws(
         thermostat=config.thermostat_law(wanted.temperature_mode, wanted.target_entropy_nats),
         pruning=config.pruning_law(wanted.epsilon) if is_pruned else None,
-        protected_spans=params.entropic.protected_spans if is_pruned and protects else (),
+        protected_spans=params.entropic.protected_spans if (is_pruned or evicts != "off") and protects else (),
         ranks_by_entropy=config.priority_mode != "fcfs",
+        eviction=None if evicts == "off" else EvictionConfig(),
+        block_budget=budget if evicts == "budget" else None,
     )
-    if laws.thermostat.mode == "off" and laws.pruning is None and not laws.ranks_by_entropy:
+    steers = laws.thermostat.mode != "off" or laws.pruning is not None or laws.eviction is not None
+    if not (steers or laws.ranks_by_entropy):
         laws = ChoiceLaws()  # nothing steers: targets and gains do not matter
     return choice.start(laws, params.temperature, params.top_k)
 
 
-def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: int) -> None:
+def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: int, can_evict: bool = True) -> None:
     """Raise RequestError for what this engine cannot do, whatever the load, or out of the laws' bounds."""
     wanted = params.entropic
     for name, value, most in (
@@ -40,9 +46,22 @@ def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: i
         raise _refusal("target_entropy_nats", f"{mode} needs it, for the model has no calibrated one")
     if wanted.pruning == "on" and not config.can_prune(sketch_bits):
         raise _refusal("pruning", "this server keeps no key sketches (pruning_sketch_bits)", "unsupported_parameter")
+    _check_eviction(wanted, config, can_evict)
     spans = wanted.protected_spans
     if len(spans) > MAX_SPANS or any(not 0 <= start <= end for start, end in spans):
         raise _refusal("protected_spans", f"at most {MAX_SPANS} spans, each with 0 <= start <= end")
+
+
+def _check_eviction(wanted: EntropicParams, config: ControlConfig, can_evict: bool) -> None:
+    evicts = config.eviction if wanted.eviction is None else wanted.eviction
+    if evicts != "off" and not can_evict:
+        raise _refusal("eviction", "it takes the CPU, and a model without a sliding window", "unsupported_parameter")
+    if wanted.block_budget is not None and evicts != "budget":
+        raise _refusal("block_budget", "it takes eviction budget")
+    if wanted.block_budget is not None and wanted.block_budget < EvictionConfig().min_kept_blocks:
+        raise _refusal("block_budget", f"it must be at least {EvictionConfig().min_kept_blocks}")
+    if evicts == "budget" and wanted.block_budget is None and config.block_budget is None:
+        raise _refusal("block_budget", "eviction budget needs it")
 
 
 def _refusal(name: str, problem: str, code: str = "invalid_value") -> RequestError:

@@ -79,6 +79,8 @@ class StepMeter:
             kept_fractions=[measured.kept_fraction for measured in pruned],
             skipped_masses=[measured.skipped_mass for measured in pruned],
             num_blocks_skipped=result.num_blocks_skipped,
+            num_blocks_evicted=plan.num_blocks_evicted,
+            num_sequences_evicted=plan.num_sequences_evicted,
             prune_fallbacks=dict(self._fallbacks),
             num_saturated_low=self._saturated["low"],
             num_saturated_high=self._saturated["high"],

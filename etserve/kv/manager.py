@@ -1,9 +1,11 @@
 """Which blocks each sequence holds, and which content is shared. Knows nothing of budgets and order."""
 
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from etserve.config import BLOCK_SIZE
+from etserve.control.eviction import may_be_prefix_source
 from etserve.kv.block_pool import NULL_BLOCK, AuditError, BlockPool
 from etserve.kv.hashing import BlockChain
 from etserve.sequence import Sequence
@@ -14,6 +16,15 @@ def count_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """One block of a sequence, as eviction sees it."""
+
+    index: int  # in the block table
+    num_refs: int
+    is_cached: bool  # findable as a prefix
+
+
 @dataclass(slots=True)
 class _Holding:
     """One sequence's blocks and the names of their contents.
@@ -21,6 +32,7 @@ class _Holding:
     blocks [0, num_committed)                 computed and full: perhaps shared, never written
     blocks [num_committed, num_announced)     full once the known tokens are computed; ours
     blocks [num_committed, len(table))        ours, written by the steps to come
+    An evicted block's place holds the null block. Sequences that may be evicted from commit at their end alone.
     """
 
     chain: BlockChain
@@ -124,8 +136,34 @@ class KVCacheManager:
         """Make the blocks that are full of computed tokens findable; called after each step.
 
         Entries computed with blocks skipped stay the sequence's own: others are promised what dense attention gives.
+        A sequence that may be evicted from keeps all to itself until its end: what is shared or cached cannot go.
         """
-        holding = self._holdings[seq.seq_id]
+        if not seq.may_be_evicted:
+            self._commit(seq, self._holdings[seq.seq_id])
+
+    def held_blocks(self, seq: Sequence) -> Iterator[HeldBlock]:
+        """Go through the sequence's blocks that are not evicted, in its own order."""
+        pool = self._pool
+        for index, block in enumerate(self._holdings[seq.seq_id].table):
+            if block != NULL_BLOCK:
+                yield HeldBlock(index, pool.num_refs(block), pool.key_of(block) is not None)
+
+    def evict(self, seq: Sequence, indices: Collection[int]) -> None:
+        """Take blocks of a live sequence back for good, by their places in its table.
+
+        Raises AuditError, and changes nothing, for one that is evicted already, shared, cached, or not full.
+        """
+        table = self._holdings[seq.seq_id].table
+        for index in indices:
+            block = table[index]
+            is_ours = block != NULL_BLOCK and self._pool.num_refs(block) == 1 and self._pool.key_of(block) is None
+            if not (seq.may_be_evicted and is_ours and (index + 1) * BLOCK_SIZE <= seq.num_computed_tokens):
+                raise AuditError(f"sequence {seq.seq_id}: block {block} cannot be evicted")
+        for index in indices:
+            self._pool.release(table[index])
+            table[index] = NULL_BLOCK
+
+    def _commit(self, seq: Sequence, holding: _Holding) -> None:
         num_full = seq.num_computed_tokens // BLOCK_SIZE
         if seq.num_dense_tokens is not None:
             num_full = min(num_full, seq.num_dense_tokens // BLOCK_SIZE)
@@ -140,6 +178,7 @@ class KVCacheManager:
     def preempt(self, seq: Sequence) -> None:
         """Take all blocks of a live sequence back. Its content stays findable until its blocks are reused."""
         holding = self._holdings[seq.seq_id]
+        self._commit_whole(seq, holding)
         self._give_back(seq, holding)
         self._holdings[seq.seq_id] = _Holding(holding.chain)
 
@@ -151,15 +190,19 @@ class KVCacheManager:
         holding = self._holdings.pop(seq.seq_id, None)
         if holding is None:
             return
-        if not keep_content:
+        if keep_content:
+            self._commit_whole(seq, holding)
+        else:
             for block in holding.table:
-                self._pool.forget(block)
+                if block != NULL_BLOCK:
+                    self._pool.forget(block)
         self._give_back(seq, holding)
 
     def audit(self) -> None:
         """Check every invariant between tables, references and contents. O(N). Raises AuditError."""
         self._pool.audit()
-        named = Counter(block for holding in self._holdings.values() for block in holding.table)
+        tables = [holding.table for holding in self._holdings.values()]
+        named = Counter(block for table in tables for block in table if block != NULL_BLOCK)
         for block in range(1, self._pool.num_blocks):
             if self._pool.num_refs(block) != named[block]:
                 raise AuditError(f"block {block}: {self._pool.num_refs(block)} references, {named[block]} in tables")
@@ -168,6 +211,8 @@ class KVCacheManager:
 
     def _audit_holding(self, seq_id: int, holding: _Holding) -> None:
         for index, block in enumerate(holding.table):
+            if block == NULL_BLOCK:
+                continue
             key = self._pool.key_of(block)
             if index >= holding.num_committed and (key is not None or self._pool.num_refs(block) != 1):
                 raise AuditError(f"sequence {seq_id}: block {block} is to be written, but has a key or is shared")
@@ -202,8 +247,13 @@ class KVCacheManager:
             found.append(block)
         return found
 
+    def _commit_whole(self, seq: Sequence, holding: _Holding) -> None:
+        """At its end, or before it is recomputed: share what an evicting sequence computed while it was whole."""
+        if seq.may_be_evicted and may_be_prefix_source(seq.num_evicted_blocks) and holding.table:
+            self._commit(seq, holding)
+
     def _announce(self, seq: Sequence, holding: _Holding) -> None:
-        if self.prefix_caching:
+        if self.prefix_caching and not seq.may_be_evicted:
             keys = holding.chain.extend(seq.token_ids, seq.num_tokens)
             holding.num_announced = len(keys)
             for key in keys[holding.num_committed :]:

@@ -140,6 +140,12 @@ class Series:
         self.blocks_skipped = self._counter(
             "etserve_blocks_skipped", "Block reads that attention was spared, over layers and KV heads."
         )
+        self.blocks_evicted = self._counter(
+            "etserve_blocks_evicted", "KV blocks taken from running sequences for good, to spare memory."
+        )
+        self.sequences_evicted = self._counter(
+            "etserve_sequences_evicted", "Sequences that lost their first KV block to eviction."
+        )
         self.prune_fallback = self._counter(
             "etserve_prune_fallback", "Times that skipping stepped back, by reason.", ["reason"]
         )

@@ -79,6 +79,8 @@ class Metrics:
         for value in stats.schedule_ages_seconds:
             series.schedule_age.observe(value)
         series.blocks_skipped.inc(stats.num_blocks_skipped)
+        series.blocks_evicted.inc(stats.num_blocks_evicted)
+        series.sequences_evicted.inc(stats.num_sequences_evicted)
         for reason, count in stats.prune_fallbacks.items():
             series.prune_fallback.labels(reason).inc(count)
         series.temperature_saturated.labels("low").inc(stats.num_saturated_low)

@@ -7,6 +7,7 @@ import numpy as np
 from etserve.attention.batch import StepBatch
 from etserve.config import BLOCK_SIZE
 from etserve.kernels.selection import SelectionRule
+from etserve.kv.block_pool import NULL_BLOCK
 from etserve.plan import ScheduledSequence
 from etserve.runner.skipping import selection_of
 from etserve.sequence import Sequence
@@ -29,6 +30,7 @@ class RowPlan:
     draws: list[tuple[Sequence, int]]  # (sequence, row): the next token is drawn from it
     prompts: list[RowSpan]  # log-probabilities of the prompt's tokens position+1 ..
     replays: list[RowSpan]  # entropies of forced output tokens position+1 .., which no draw will measure
+    surprisals: list[RowSpan]  # of the prompt's tokens position+1 .., where blocks may be evicted by them
 
 
 def build_batch(scheduled: tuple[ScheduledSequence, ...], rule: SelectionRule) -> tuple[StepBatch, RowPlan]:
@@ -39,15 +41,17 @@ def build_batch(scheduled: tuple[ScheduledSequence, ...], rule: SelectionRule) -
     token_ids: list[int] = []
     query_start = np.zeros(len(scheduled) + 1, np.int32)
     context_lens = np.empty(len(scheduled), np.int32)
+    evicted = np.empty(len(scheduled), np.int32)
     for index, item in enumerate(scheduled):
         if item.num_tokens == 1:
             token_ids.append(item.seq.token_ids[item.start])
         else:
             token_ids += item.seq.token_ids[item.start : item.end]
         query_start[index + 1] = len(token_ids)
-        context_lens[index] = item.end
+        context_lens[index] = item.context
+        evicted[index] = item.num_evicted_blocks * BLOCK_SIZE
     counts = np.diff(query_start)
-    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(context_lens - query_start[1:], counts)
+    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(evicted + context_lens - query_start[1:], counts)
     tables = _block_tables(scheduled)
     logit_rows, rows = _plan_rows(scheduled, query_start.tolist())
     batch = StepBatch(
@@ -58,25 +62,35 @@ def build_batch(scheduled: tuple[ScheduledSequence, ...], rule: SelectionRule) -
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         selection=selection_of(scheduled, tables.shape[1], rule),
+        wants_block_mass=any(item.samples and item.seq.may_be_evicted for item in scheduled),
     )
     return batch, rows
 
 
 def _block_tables(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    widths = [-(-item.end // BLOCK_SIZE) for item in scheduled]
+    widths = [-(-item.context // BLOCK_SIZE) for item in scheduled]
     tables = np.zeros((len(scheduled), max(widths, default=0)), np.int32)
     for index, (item, width) in enumerate(zip(scheduled, widths, strict=True)):
-        tables[index, :width] = item.block_table[:width]
+        tables[index, :width] = kept_blocks(item)[:width]
     return tables
+
+
+def kept_blocks(item: ScheduledSequence) -> list[int]:
+    """The item's block table without the places whose blocks were evicted."""
+    if item.num_evicted_blocks == 0:
+        return item.block_table
+    return [block for block in item.block_table if block != NULL_BLOCK]
 
 
 def _plan_rows(scheduled: tuple[ScheduledSequence, ...], query_start: list[int]) -> tuple[list[int], RowPlan]:
     logit_rows: list[int] = []
-    rows = RowPlan([], [], [])
+    rows = RowPlan([], [], [], [])
     for index, item in enumerate(scheduled):
         seq, base = item.seq, query_start[index] - item.start
         if seq.params.prompt_logprobs is not None:
             _add_span(rows.prompts, logit_rows, seq, base, item.start, min(item.end, seq.num_prompt_tokens - 1))
+        elif seq.may_be_evicted and seq.clock.count == 0:  # later they are known
+            _add_span(rows.surprisals, logit_rows, seq, base, item.start, min(item.end, seq.num_prompt_tokens - 1))
         if seq.num_forced_tokens > seq.clock.count:
             first = max(item.start, seq.num_prompt_tokens - 1 + seq.clock.count)
             last = min(item.end, seq.num_prompt_tokens + seq.num_forced_tokens - 1)

@@ -24,16 +24,16 @@ def add_costs(
     for item in items:
         seq_id = item.seq.seq_id
         share = kept.get(seq_id, 1.0)
-        mean_context = item.start + (item.num_tokens + 1) / 2.0
+        mean_context = item.context - item.num_tokens + (item.num_tokens + 1) / 2.0
         flops = step_flops(
             shape,
             num_tokens=item.num_tokens,
             kept_tokens=shape.num_layers * mean_context * share,
             num_logits=num_logits.get(seq_id, 0),
         )
-        read = step_kv_bytes(shape, num_tokens=item.num_tokens, kept_tokens=shape.num_layers * item.end * share)
+        read = step_kv_bytes(shape, num_tokens=item.num_tokens, kept_tokens=shape.num_layers * item.context * share)
         if seq_id in kept:
-            read += shape.sketch_token_bytes * shape.num_layers * item.end
+            read += shape.sketch_token_bytes * shape.num_layers * item.context
         result.flops[seq_id] = result.flops.get(seq_id, 0.0) + flops
         result.seq_bytes[seq_id] = result.seq_bytes.get(seq_id, 0.0) + read + weight_share
         kv_bytes += read

@@ -64,6 +64,7 @@ def _draw_plain(kernels: CudaKernels, seqs: list[Sequence], logits: torch.Tensor
             entropy_nats=entropy,
             varentropy=varentropy,
             temperature=seq.temperature,
+            surprisal_nats=log_sum_exp - chosen,
             logprobs=_logprobs(seq, token_id, chosen, log_sum_exp, top_values, ints[index, 2:]),
         )
 

@@ -1,5 +1,7 @@
 """Measurements of raw logits: entropies, log-probabilities, probabilities of the end. Draws nothing."""
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -76,6 +78,13 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) ->
     if raw.is_bad.any():
         return None
     return [raw.logprobs(index, token_id, num_top) for index, token_id in enumerate(token_ids)]
+
+
+def surprisals(logits: torch.Tensor, token_ids: list[int]) -> list[float]:
+    """-ln p in nats of known tokens, one row of f32 [len(token_ids), vocab] each; NaN where a row is not finite."""
+    raw = RawRows(logits.numpy(), rows.row_pass(logits, 0))
+    found = [raw.surprisal(index, token_id, 1.0) for index, token_id in enumerate(token_ids)]
+    return [math.nan if is_bad else nats for is_bad, nats in zip(raw.is_bad.tolist(), found, strict=True)]
 
 
 def entropies(logits: torch.Tensor, token_ids: list[int]) -> list[tuple[float, float]]:

@@ -11,9 +11,9 @@ from etserve.models.types import Decoder, DecoderSpec, KVCache
 from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
 from etserve.runner.costing import add_costs
-from etserve.runner.measuring import prompt_logprobs
+from etserve.runner.measuring import prompt_logprobs, surprisals
 from etserve.runner.sampler import Sampler
-from etserve.runner.skipping import divergence, kept_fractions, tell_divergences, tell_skipped
+from etserve.runner.skipping import divergence, kept_fractions, tell_divergences, tell_masses, tell_skipped
 from etserve.sequence import Sequence
 
 MAX_LOGIT_ROWS = 64  # logits are made for so many rows at a time: 12 MB at 49k tokens, whatever the batch
@@ -72,9 +72,12 @@ class ModelRunner:
         skipped, check_bytes = self._run_skipping(plan, result)  # first: the dense entries are those that stay
         batch, rows = build_batch(plan.scheduled, self._rule)
         hidden = self._decoder.forward(batch, self._cache)
+        if batch.wants_block_mass:
+            tell_masses(plan.scheduled, self._decoder.attention_counts, result)
         counts = None if batch.selection is None else self._decoder.attention_counts
         self._measure_prompts(rows, hidden, result)
         self._measure_replays(rows, hidden, result)
+        self._measure_surprisals(rows, hidden, result)
         compared = self._compare(rows, hidden, skipped)
         num_bad_rows = self._draw(rows, hidden, result)
         num_skipped = tell_skipped(plan.scheduled, counts, result)
@@ -137,12 +140,21 @@ class ModelRunner:
                     result.failed[span.seq.seq_id] = "model_numerics"
                     break
                 found += measured
+                if span.seq.may_be_evicted:
+                    nats = result.prompt_surprisals.setdefault(span.seq.seq_id, [])
+                    nats += [-one.logprob for one in measured]
 
     def _measure_replays(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
         for span in rows.replays:
             found = result.forced_entropies.setdefault(span.seq.seq_id, [])
             for position, logits in self._span_logits(span, hidden):
                 found += self._sampler.replay(span.seq, position, logits)
+
+    def _measure_surprisals(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
+        for span in rows.surprisals:
+            found = result.prompt_surprisals.setdefault(span.seq.seq_id, [])
+            for position, logits in self._span_logits(span, hidden):
+                found += surprisals(logits, span.seq.token_ids[position + 1 : position + 1 + len(logits)])
 
     def _span_logits(self, span: RowSpan, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(first position, logits) in slices of at most MAX_LOGIT_ROWS."""
@@ -167,6 +179,6 @@ def _count_logits(rows: RowPlan) -> dict[int, int]:
     counts: dict[int, int] = {}
     for seq, _ in rows.draws:
         counts[seq.seq_id] = counts.get(seq.seq_id, 0) + 1
-    for span in (*rows.prompts, *rows.replays):
+    for span in (*rows.prompts, *rows.replays, *rows.surprisals):
         counts[span.seq.seq_id] = counts.get(span.seq.seq_id, 0) + span.num_rows
     return counts

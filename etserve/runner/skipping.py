@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from etserve.config import BLOCK_SIZE
 from etserve.kernels.selection import AttentionCounts, BlockSelection, SelectionRule
+from etserve.kv.block_pool import NULL_BLOCK
 from etserve.plan import ModelRunnerOutput, ScheduledSequence
 
 
@@ -31,8 +32,16 @@ def _protected(scheduled: Sequence[ScheduledSequence], num_blocks: int) -> NDArr
     for index, item in enumerate(scheduled):
         for start, end in item.seq.control.laws.protected_spans:
             if end > start:
-                protected[index, start // BLOCK_SIZE : -(-end // BLOCK_SIZE)] = 1
+                _mark(protected[index], item, start // BLOCK_SIZE, -(-end // BLOCK_SIZE))
     return protected
+
+
+def _mark(row: NDArray[np.uint8], item: ScheduledSequence, first: int, last: int) -> None:
+    """Protect the blocks at places [first, last) of the sequence's table; evicted ones before them shift the row."""
+    if item.num_evicted_blocks:
+        table = item.block_table
+        first, last = (place - table[:place].count(NULL_BLOCK) for place in (first, last))
+    row[first:last] = 1
 
 
 def kept_fractions(scheduled: Sequence[ScheduledSequence], counts: AttentionCounts | None) -> dict[int, float]:
@@ -60,6 +69,18 @@ def tell_skipped(
             )
             result.sampled[item.seq.seq_id] = replace(sampled, measured=measured)
     return int((counts.total_blocks - counts.read_blocks).sum())
+
+
+def tell_masses(
+    scheduled: Sequence[ScheduledSequence], counts: AttentionCounts | None, result: ModelRunnerOutput
+) -> None:
+    """Write what each kept block was worth to the sequences that may be evicted from and sample in this step."""
+    if counts is None or counts.block_mass is None:
+        return
+    for index, item in enumerate(scheduled):
+        if item.samples and item.seq.may_be_evicted:
+            num_blocks = -(-item.context // BLOCK_SIZE)
+            result.block_masses[item.seq.seq_id] = counts.block_mass[index, :num_blocks]
 
 
 def tell_divergences(compared: Mapping[int, float], result: ModelRunnerOutput) -> None:

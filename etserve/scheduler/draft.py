@@ -53,6 +53,9 @@ class StepDraft:
         self.budget = budget  # tokens left
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
+        self.is_short = False  # someone's blocks were evicted because the pool had none left
+        self._num_blocks_evicted = 0
+        self._num_sequences_evicted = 0
         self._policy = policy
         self._decodes: list[ScheduledSequence] = []
         self._prefills: list[ScheduledSequence] = []
@@ -70,10 +73,16 @@ class StepDraft:
             check_epsilon=seq.control.check_epsilon(end) if is_decode else 0.0,
             age_seconds=max(0.0, self.now - served),
             is_forced=self._policy is not None and self._policy.is_forced(seq),
+            num_evicted_blocks=seq.num_evicted_blocks,
         )
         (self._decodes if is_decode else self._prefills).append(item)
         self.budget -= num_tokens
         seq.last_scheduled_step = self.step
+
+    def evicted(self, seq: Sequence, num_blocks: int) -> None:
+        """So many blocks have just been evicted from a sequence that is not in the plan yet."""
+        self._num_blocks_evicted += num_blocks
+        self._num_sequences_evicted += 0 < num_blocks == seq.num_evicted_blocks
 
     def freeze(self) -> SchedulerOutput:
         return SchedulerOutput(
@@ -81,4 +90,6 @@ class StepDraft:
             scheduled=(*self._decodes, *self._prefills),
             preempted=tuple(self.preempted),
             admitted=tuple(self.admitted),
+            num_blocks_evicted=self._num_blocks_evicted,
+            num_sequences_evicted=self._num_sequences_evicted,
         )

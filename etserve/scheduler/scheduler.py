@@ -10,6 +10,7 @@ from etserve.kv.manager import KVCacheManager
 from etserve.outputs import FinishReason
 from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.scheduler.draft import RankedQueue, StepDraft
+from etserve.scheduler.eviction import Evictor
 from etserve.scheduler.policy import StepPolicy, fcfs, is_decode
 from etserve.sequence import Sequence, Status
 
@@ -33,9 +34,11 @@ class Scheduler:
         eos_token_ids: Collection[int],
         now: Callable[[], float],
         policy: StepPolicy | None = None,
+        evictor: Evictor | None = None,
     ) -> None:
         """`now` is the engine's monotonic clock in seconds; without a policy it is first come, first served.
 
+        `evictor`: over the same `kv`; it takes blocks only of sequences that may be evicted from.
         Raises ValueError if a limit is too small to run.
         """
         if max_num_seqs < 1 or max_step_tokens < 2:
@@ -46,6 +49,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._now = now
         self._policy = policy
+        self._evictor = Evictor(kv) if evictor is None else evictor
         self._rank = fcfs if policy is None else policy
         self._waiting = RankedQueue(self._rank)
         self._running = RankedQueue(self._rank)
@@ -87,7 +91,7 @@ class Scheduler:
             self._rerank(self._policy, draft)
         self._continue_decodes(draft, self._decode_budget())
         self._continue_prefills(draft)
-        if not draft.preempted:  # memory is short: whoever came in now would only take turns with the preempted
+        if not (draft.preempted or draft.is_short):  # else whoever came in now would only take turns with others
             self._admit_waiting(draft)
         self._continue_decodes(draft, draft.budget)
         return draft.freeze()
@@ -110,6 +114,7 @@ class Scheduler:
         elif seq in self._waiting:
             self._stop_waiting(seq)
         self.kv.free(seq, keep_content=reason != "error")
+        self._evictor.forget(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         return True
@@ -154,12 +159,29 @@ class Scheduler:
         if seq.status is not Status.RUNNING:  # preempted a moment ago
             return
         num_tokens = min(seq.num_uncomputed_tokens, draft.budget)
+        if is_decode(seq):
+            draft.evicted(seq, self._evictor.keep_budget(seq, seq.num_computed_tokens + num_tokens))
         while not self.kv.reserve(seq, seq.num_computed_tokens + num_tokens):
+            if self._evict(draft):
+                continue
             victim = self._find_victim(draft)
             self._preempt(draft, victim)
             if victim is seq:
                 return
         draft.add(seq, num_tokens, self.kv.block_table(seq), is_decode(seq))
+
+    def _evict(self, draft: StepDraft) -> bool:
+        """Take blocks of decoding sequences that allow it and are not in the plan yet; False if there are none.
+
+        Each running sequence may soon need one block: so many are asked for at once.
+        """
+        seqs = {seq.seq_id: seq for seq in self._running if seq.may_be_evicted and is_decode(seq)}
+        free = [seq for seq in seqs.values() if seq.last_scheduled_step != draft.step]
+        taken = self._evictor.make_room(free, len(self._running))
+        for seq_id, num_blocks in taken.items():
+            draft.evicted(seqs[seq_id], num_blocks)
+        draft.is_short = draft.is_short or bool(taken)
+        return bool(taken)
 
     def _find_victim(self, draft: StepDraft) -> Sequence:
         """Return the worst-ranked running sequence that this step does not compute yet."""
@@ -170,6 +192,7 @@ class Scheduler:
         self.kv.preempt(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
+        seq.num_evicted_blocks = 0
         seq.num_dense_tokens = None  # what comes now is dense: recomputation reads every block
         seq.last_served_seconds = draft.now
         self._wait(seq)
@@ -232,6 +255,7 @@ class Scheduler:
             seq.num_dense_tokens = item.start
         if seq.seq_id in output.failed:
             return self.finish(seq, "error")
+        self._evictor.observe_step(item, output)
         samples = item.samples
         seq.num_computed_tokens = item.end
         self.kv.commit(seq)
@@ -245,6 +269,7 @@ class Scheduler:
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         seq.token_ids.append(sampled.token_id)
+        self._evictor.observe_token(seq, sampled.surprisal_nats)
         seq.clock = seq.clock.observe(sampled.entropy_nats, sampled.surprisal_nats)
         seq.control = seq.control.observe(sampled.entropy_nats, sampled.measured)
         if seq.first_token_seconds is None:

@@ -94,13 +94,17 @@ def _entropic(wanted: EntropicOptions | None) -> EntropicParams:
         pruning=wanted.pruning,
         epsilon=wanted.epsilon,
         kv_protect=wanted.kv_protect,
+        eviction=wanted.eviction,
+        block_budget=wanted.block_budget,
     )
 
 
 def protects(params: SamplingParams, model: ModelInfo) -> bool:
     """Whether the engine may want to know which tokens of a chat prompt are to be read in every step."""
     wanted = params.entropic
-    return model.pruning_sketch_bits > 0 and wanted.pruning != "off" and wanted.kv_protect is not False
+    may_skip = model.pruning_sketch_bits > 0 and wanted.pruning != "off"
+    may_evict = model.can_evict and wanted.eviction != "off"
+    return (may_skip or may_evict) and wanted.kv_protect is not False
 
 
 def with_protected(params: SamplingParams, spans: list[tuple[int, int]]) -> SamplingParams:

@@ -68,6 +68,8 @@ class EntropicOptions(Strict):
     pruning: Literal["off", "on"] | None = None
     epsilon: Annotated[Number, Field(ge=0.0, le=0.5)] | None = None
     kv_protect: bool | None = None
+    eviction: Literal["off", "pressure", "budget"] | None = None
+    block_budget: Annotated[int, Field(ge=32, le=1 << 24)] | None = None
     trace: Literal["none", "summary", "tokens"] = "none"
 
 

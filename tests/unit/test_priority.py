@@ -23,7 +23,6 @@ from etserve.control.priority import (
     gain,
     is_forced,
     median_drop_per_cost,
-    preemption_pays,
     rank,
     standing,
 )
@@ -216,13 +215,6 @@ def test_the_victim_is_the_last_in_rank() -> None:
     chosen = choose_victim(crowd, 2, 0, PriorityConfig())
     assert chosen is crowd[2]
     assert choose_victim([], 2, 0, PriorityConfig()) is None
-
-
-def test_preemption_must_gain_more_than_recomputing_costs() -> None:
-    assert preemption_pays(rate_in=5.0, rate_out=1.0, horizon_seconds=2.0, recompute_seconds=1.0)
-    assert not preemption_pays(rate_in=5.0, rate_out=1.0, horizon_seconds=1.0, recompute_seconds=1.0)
-    assert not preemption_pays(rate_in=1.0, rate_out=5.0, horizon_seconds=9.0, recompute_seconds=0.0)
-    assert not preemption_pays(rate_in=math.nan, rate_out=1.0, horizon_seconds=9.0, recompute_seconds=0.0)
 
 
 # --- ageing: a small simulator, served by rank alone -----------------------------------------------------------------
