@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from etserve.control import priority, thermostat
+from etserve.control.draft import DraftLaw
 from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
 
@@ -42,6 +43,10 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_wait_seconds: WaitSeconds = 0.2  # a sequence that waited so long outranks all of its class served since
     waiting_wait_seconds: WaitSeconds = 1.0
     batch_wait_seconds: WaitSeconds = 10.0  # of requests with priority > 0
+    # drafts: guesses at the next tokens, verified in the step that computes them; no output depends on them
+    speculation: Literal["off", "ngram"] = "off"  # ngram: what followed when the text last ended so
+    max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 8
+    draft_row_cost: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 0.05  # of one row, in units of the weights' cost
     # meso: which blocks a step reads
     pruning: Literal["off", "on"] = "off"  # what a request gets that says nothing of it
     prune_selector: Literal["sketch", "random", "recency"] = "sketch"  # the latter two are placebos
@@ -100,6 +105,9 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             batch_wait_seconds=self.batch_wait_seconds,
         )
 
+    def draft_law(self) -> DraftLaw:
+        return DraftLaw(self.max_draft_tokens, self.draft_row_cost)
+
     def pruning_law(self, epsilon: float | None = None) -> PruningConfig:
         """The law with a request's own epsilon where it gives one."""
         return PruningConfig(
@@ -145,6 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("device cuda skips no blocks yet: pruning_sketch_bits 0, prune_selector sketch")
         if self.device == "cuda" and self.quantize != "none":
             raise ValueError("device cuda runs float weights only: quantize none")
+        if self.device == "cuda" and self.control.speculation != "off":
+            raise ValueError("device cuda drafts no tokens yet: speculation off")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

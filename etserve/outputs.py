@@ -94,7 +94,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     schedule_seconds: float
     num_prefill_tokens: int  # computed in this step, of prompts (or of recomputation)
-    num_decode_tokens: int
+    num_decode_tokens: int  # drafted ones count where they were accepted
     num_cached_tokens: int  # prompt tokens found in the prefix cache by sequences admitted in this step
     num_prompt_tokens: int  # prompt tokens of sequences admitted in this step, cached ones included
     num_preempted: int
@@ -107,6 +107,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_active: int
     kv_blocks_cached: int  # free, but still usable as a prefix
     kv_blocks_free: int
+    num_drafted_tokens: int = 0  # computed on a guess
+    num_accepted_tokens: int = 0  # of them: steps that their sequences are spared
     entropies: list[float] = []  # H_raw of every token drawn in this step
     varentropies: list[float] = []
     temperatures: list[float] = []

@@ -25,6 +25,7 @@ class ScheduledSequence:
     age_seconds: float = 0.0  # since it was last served, or arrived
     is_forced: bool = False  # overdue: it came before others whatever they resolve
     num_evicted_blocks: int = 0  # null blocks in the table: attention does without their tokens
+    draft: tuple[int, ...] = ()  # guesses at the tokens to come, computed with it: the last of `num_tokens`
 
     @property
     def end(self) -> int:
@@ -36,9 +37,14 @@ class ScheduledSequence:
         return self.end - self.num_evicted_blocks * BLOCK_SIZE
 
     @property
+    def known_end(self) -> int:
+        """Where the tokens end that are no guesses."""
+        return self.end - len(self.draft)
+
+    @property
     def samples(self) -> bool:
         """The last known token is computed here, so its logits give the next token."""
-        return self.end == self.seq.num_tokens
+        return self.known_end == self.seq.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,8 @@ class ModelRunnerOutput:
     """What one forward pass measured, by seq_id."""
 
     sampled: dict[int, Sampled]  # one entry per scheduled sequence that samples, save the failed ones
+    # seq_id -> the tokens drawn after that one: one for each drafted token that was drawn just so
+    followers: dict[int, list[Sampled]] = field(default_factory=dict)
     # of tokens start+1 .. end, as far as they are the prompt's
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)  # seq_id -> error code (non-finite logits, dead grammar)

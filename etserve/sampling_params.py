@@ -26,6 +26,7 @@ class EntropicParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_protect: bool | None = None  # the protected spans are always read
     eviction: Literal["off", "pressure", "budget"] | None = None  # when blocks give their memory back for good
     block_budget: int | None = None  # blocks to hold at most, of eviction "budget"
+    speculation: Literal["off", "on"] | None = None  # guess tokens and verify them: changes their speed alone
     protected_spans: tuple[tuple[int, int], ...] = ()  # [start, end) of prompt tokens, from the chat's roles
 
 

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from etserve.control.choice import ChoiceControl
 from etserve.control.clock import EntropyClock
+from etserve.control.draft import DraftRecord
 from etserve.outputs import FinishReason
 from etserve.sampling_params import SamplingParams
 
@@ -51,6 +52,8 @@ class Sequence:
     bytes_read: float = 0.0  # its KV, and its share of the weights of each step it took part in
     clock: EntropyClock = field(default_factory=EntropyClock)
     control: ChoiceControl = field(default_factory=ChoiceControl)
+    drafts_ahead: bool = False  # tokens to come may be guessed, and computed with the latest one
+    drafted: DraftRecord = field(default_factory=DraftRecord)
 
     @property
     def num_tokens(self) -> int:

@@ -92,6 +92,14 @@ class ChoiceControl:
     def kept_fraction_mean(self) -> float:
         return self.kept_sum / self.num_tokens if self.num_tokens else 1.0
 
+    @property
+    def num_sure_dense_tokens(self) -> float:
+        """Contexts below so many tokens are read whole, whatever entropy the tokens to come will have."""
+        law = self.laws.pruning
+        if law is None or self.pruning.disabled_reason is not None:
+            return math.inf
+        return law.min_context_tokens
+
     def epsilon(self, context_tokens: int) -> float:
         """Attention mass that the next step may miss; 0: dense."""
         if self.laws.pruning is None:

@@ -1,6 +1,7 @@
 """How far to run ahead: draft lengths from entropy, and when drafted tokens must be verified. Knows no model.
 
 Section 5 (last paragraph) and section 4 ("verification in entropic time") of the entropic-control page. Units: nats.
+A draft is accepted where the plain engine draws the same token (runner/drafts.py), so nothing here changes any output.
 """
 
 import heapq
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 ENTROPY_TO_REJECTION = 0.2  # gamma of 1 - sqrt(gamma H), the entropy bound on acceptance of AdaEDL (arXiv 2410.18351)
+FORGETTING = 0.9  # of the recent counts of drafts, per decode step
 
 
 def acceptance_estimate(entropy_nats: float) -> float:
@@ -24,40 +26,96 @@ def expected_accepted(acceptance: float, length: int) -> float:
     return math.fsum(acceptance**i for i in range(1, length + 1))
 
 
-def draft_length(entropy_nats: float, threshold: float, max_length: int) -> int:
+def draft_length(acceptance: float, threshold: float, max_length: int) -> int:
     """Return the largest k <= max_length with a^k >= threshold: the last token still pays for itself.
 
-    `threshold` (lambda, in (0, 1]) is the cost of one more drafted token in units of a plain step. A sure sequence
-    (H = 0) gets max_length, an unsure or unknown one 0.
+    `threshold` (lambda, in (0, 1]) is the cost of one more drafted token in units of what an accepted one saves.
     """
     if not 0.0 < threshold <= 1.0:
         raise ValueError(f"threshold must be in (0, 1], got {threshold}")
-    acceptance = acceptance_estimate(entropy_nats)
     length, survival = 0, acceptance
     while length < max_length and survival >= threshold:
         length, survival = length + 1, survival * acceptance
     return length
 
 
-def allocate_drafts(entropies_nats: Sequence[float], budget: int, threshold: float, max_length: int) -> list[int]:
-    """Hand `budget` draft tokens to the sequences where the next one is likeliest to survive.
+def allocate_drafts(acceptances: Sequence[float], limits: Sequence[int], budget: int) -> list[int]:
+    """Hand `budget` draft tokens to the sequences where the next one is likeliest to survive, at most `limits` each.
 
     Greedy over a_i^k, which is best possible because the gain of each further token only falls. Ties go to the
-    earlier sequence. No length exceeds draft_length(H_i, threshold, max_length).
+    earlier sequence.
     """
-    limits = [draft_length(h, threshold, max_length) for h in entropies_nats]
-    acceptances = [acceptance_estimate(h) for h in entropies_nats]
+    if sum(limits) <= budget:
+        return list(limits)
     lengths = [0] * len(limits)
     queue = [(-a, i) for i, a in enumerate(acceptances) if limits[i] > 0]
     heapq.heapify(queue)
     for _ in range(budget):
-        if not queue:
-            break
-        survival, i = heapq.heappop(queue)
+        survival, i = heapq.heappop(queue)  # never empty: the limits exceed the budget
         lengths[i] += 1
         if lengths[i] < limits[i]:
             heapq.heappush(queue, (survival * acceptances[i], i))
     return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecord:
+    """How one choice's drafts have fared: replaced at each of its decode steps."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0  # of them, so far as they are in the output
+    recent_trials: float = 0.0  # drafted tokens that were put to the test, older ones forgotten
+    recent_hits: float = 0.0
+
+    def observe(self, num_drafted: int, num_agreed: int) -> "DraftRecord":
+        """Take in one decode step: the first of the drafted tokens that is not drawn ends the test.
+
+        A step without a draft forgets as well, so that a choice is tried again in the end.
+        """
+        return replace(
+            self,
+            num_drafted=self.num_drafted + num_drafted,
+            recent_trials=FORGETTING * self.recent_trials + min(num_drafted, num_agreed + 1),
+            recent_hits=FORGETTING * self.recent_hits + num_agreed,
+        )
+
+    def accept(self) -> "DraftRecord":
+        """One drafted token is in the output."""
+        return replace(self, num_accepted=self.num_accepted + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """How long a draft pays. Raises ValueError when a value is out of range.
+
+    With W the cost of a step that no sequence adds to (the weights) and c that of one more row, a decode of B sequences
+    costs W + B c, and an accepted token saves one sequence's share of it: lambda = c / (W/B + c) = r B / (1 + r B),
+    r = c / W. So the more sequences share a step, the surer a draft must be.
+    """
+
+    max_tokens: int = 8
+    row_cost: float = 0.05  # r
+    prior_trials: float = 2.0  # so many tests weighs what entropy says beside what was measured
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or not (0.0 < self.row_cost < math.inf and 0.0 < self.prior_trials < math.inf):
+            raise ValueError("max_tokens must be >= 1, row_cost and prior_trials finite and > 0")
+
+    def threshold(self, num_decodes: int) -> float:
+        """Return lambda of a step that so many sequences share, >= 1 of them."""
+        cost = self.row_cost * max(1, num_decodes)
+        return cost / (1.0 + cost)
+
+    def acceptance(self, record: DraftRecord, entropy_nats: float) -> float:
+        """Return the chance that a drafted token is drawn: what was measured of late, leaning on what entropy says."""
+        prior = self.prior_trials * acceptance_estimate(entropy_nats)
+        return (prior + record.recent_hits) / (self.prior_trials + record.recent_trials)
+
+    def length(self, acceptance: float, threshold: float, entropy_nats: float) -> int:
+        """Return how many tokens to draft: none for one who is lost (or unknown), however well it went before."""
+        if acceptance_estimate(entropy_nats) < threshold:
+            return 0
+        return draft_length(acceptance, threshold, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,47 +164,3 @@ class DraftRun:
     def is_check_due(self, budget_nats: float, max_tokens: int) -> bool:
         """Whether the drafted tokens must run again densely: the risk is spent, or the run is long enough."""
         return self.num_tokens > 0 and (self.risk_nats >= budget_nats or self.num_tokens >= max_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a dense check of k drafted tokens gives: the first `num_accepted` stay and `next_token_id` follows them."""
-
-    num_accepted: int
-    next_token_id: int
-
-
-def accept_greedy(draft_token_ids: Sequence[int], dense_token_ids: Sequence[int]) -> Verdict:
-    """Accept the longest prefix on which draft and dense argmax agree, then the dense token after it.
-
-    `dense_token_ids` [k + 1] are the argmaxes at the k drafted positions and the one after. The produced text is that
-    of dense greedy decoding, token by token. Raises ValueError when the lengths do not fit.
-    """
-    if len(dense_token_ids) != len(draft_token_ids) + 1:
-        raise ValueError(f"{len(draft_token_ids)} drafted tokens need {len(draft_token_ids) + 1} dense ones")
-    accepted = 0
-    for drafted, dense in zip(draft_token_ids, dense_token_ids, strict=False):
-        if drafted != dense:
-            break
-        accepted += 1
-    return Verdict(accepted, dense_token_ids[accepted])
-
-
-def acceptance_probability(dense: float, draft: float) -> float:
-    """Return min(1, p / q) for the drafted token's probabilities: speculative sampling (arXiv 2211.17192).
-
-    A token that the draft could not have drawn (q <= 0), or an unknown probability, is never accepted.
-    """
-    if not (draft > 0.0 and dense >= 0.0):
-        return 0.0
-    return min(1.0, dense / draft)
-
-
-def residual_distribution(dense: Sequence[float], draft: Sequence[float]) -> list[float]:
-    """Return max(0, p - q) normalised: what a rejected token is redrawn from, so that the output follows p exactly.
-
-    Where p never exceeds q (equal distributions, up to rounding) nothing can be rejected; p itself is returned.
-    """
-    excess = [max(0.0, p - q) for p, q in zip(dense, draft, strict=True)]
-    total = math.fsum(excess)
-    return [x / total for x in excess] if total > 0.0 else list(dense)

@@ -28,8 +28,10 @@ from etserve.runner.model_runner import ModelRunner, model_shape
 from etserve.runner.sampler import Sampler
 from etserve.sampling_params import SamplingParams
 from etserve.scheduler.eviction import Evictor
+from etserve.scheduler.lookup import PromptLookup
 from etserve.scheduler.policy import LawPolicy
 from etserve.scheduler.scheduler import Scheduler
+from etserve.scheduler.speculation import Speculation
 from etserve.tokenizer.loading import load_tokenizer
 from etserve.tokenizer.tokenizer import Tokenizer
 
@@ -144,6 +146,7 @@ def assemble(
         now=now,
         policy=None if law.mode == "fcfs" else LawPolicy(law, costs.next_token),
         evictor=Evictor(memory.manager, is_random=config.control.evict_selector == "random"),
+        speculation=_speculation(config.control, eos_token_ids),
     )
     info = ModelInfo(
         model_name=model_name,
@@ -172,6 +175,12 @@ def assemble(
 def free_bytes(config: EngineConfig) -> int:
     """Of the memory that the KV cache is to lie in."""
     return torch.cuda.mem_get_info()[0] if config.device == "cuda" else free_memory_bytes()
+
+
+def _speculation(control: ControlConfig, eos_token_ids: tuple[int, ...]) -> Speculation | None:
+    if control.speculation == "off":
+        return None
+    return Speculation(PromptLookup(), control.draft_law(), eos_token_ids)
 
 
 def _model_shape(loaded: LoadedModel, block_bytes: int) -> ModelShape:

@@ -13,12 +13,13 @@ from etserve.config import EngineConfig
 from etserve.engine.admission import check_request
 from etserve.engine.costs import CostMeter
 from etserve.engine.rendering import ChoiceRenderer, join
-from etserve.engine.steering import check_steering, start_control
+from etserve.engine.steering import check_steering, drafts_ahead, start_control
 from etserve.engine.step_stats import StepMeter
+from etserve.engine.streams import merge
 from etserve.errors import RequestError
 from etserve.log import get_logger, log_facts
 from etserve.outputs import FinishReason, GenerateRequest, ModelInfo, SequenceOutput, StepStats
-from etserve.plan import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
+from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.runner.model_runner import ModelRunner
 from etserve.runner.sampler import Sampler
 from etserve.sampling_params import SamplingParams
@@ -147,10 +148,22 @@ class LLMEngine:
         sampled = result.sampled.get(seq.seq_id)
         if sampled is None:
             return self._end(seq, "length") if seq.status is Status.FINISHED else None
-        meter.observe(sampled, renderer.measure_advance(), seq.control)
-        output = renderer.render(sampled)
+        parts = [self._tell(sampled, renderer, meter)]
         reason = self._finish_reason(renderer)
+        for follower in result.followers.get(seq.seq_id, ()):
+            if reason is not None:
+                break
+            self._scheduler.accept(seq, follower)
+            parts.append(self._tell(follower, renderer, meter))
+            reason = self._finish_reason(renderer)
+        output = merge(parts)
         return output if reason is None else join(output, self._end(seq, reason))
+
+    @staticmethod
+    def _tell(sampled: Sampled, renderer: ChoiceRenderer, meter: StepMeter) -> SequenceOutput:
+        """What the token that the sequence has just got adds to its output, and to the statistics."""
+        meter.observe(sampled, renderer.measure_advance(), renderer.seq.control)
+        return renderer.render(sampled)
 
     def _finish_reason(self, renderer: ChoiceRenderer) -> FinishReason | None:
         """Why the sequence ends at its latest token: a stop string, its grammar, or what the scheduler found."""
@@ -205,6 +218,7 @@ class LLMEngine:
             cache_salt=request.cache_salt,
             num_forced_tokens=len(forced),
             control=start_control(self._control, params),
+            drafts_ahead=drafts_ahead(self._control, params),
         )
 
 

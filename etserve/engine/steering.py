@@ -32,6 +32,11 @@ def start_control(config: ControlConfig, params: SamplingParams) -> ChoiceContro
     return choice.start(laws, params.temperature, params.top_k)
 
 
+def drafts_ahead(config: ControlConfig, params: SamplingParams) -> bool:
+    """Whether the next tokens of the request may be guessed and computed ahead."""
+    return config.speculation != "off" and params.entropic.speculation != "off"
+
+
 def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: int, can_evict: bool = True) -> None:
     """Raise RequestError for what this engine cannot do, whatever the load, or out of the laws' bounds."""
     wanted = params.entropic
@@ -47,6 +52,8 @@ def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: i
     if wanted.pruning == "on" and not config.can_prune(sketch_bits):
         raise _refusal("pruning", "this server keeps no key sketches (pruning_sketch_bits)", "unsupported_parameter")
     _check_eviction(wanted, config, can_evict)
+    if wanted.speculation == "on" and config.speculation == "off":
+        raise _refusal("speculation", "this server drafts no tokens (speculation)", "unsupported_parameter")
     spans = wanted.protected_spans
     if len(spans) > MAX_SPANS or any(not 0 <= start <= end for start, end in spans):
         raise _refusal("protected_spans", f"at most {MAX_SPANS} spans, each with 0 <= start <= end")

@@ -41,11 +41,14 @@ class StepMeter:
     ) -> StepStats:
         """What there is to tell; `costs` learn from the step."""
         entropies = [sampled.entropy_nats for sampled in self._sampled]
-        num_decode = sum(item.num_tokens for item in plan.scheduled if item.is_decode)
+        num_drafted = sum(len(item.draft) for item in plan.scheduled)
+        num_accepted = sum(len(found) for found in result.followers.values())
+        num_decode = sum(item.num_tokens for item in plan.scheduled if item.is_decode) - num_drafted
+        num_prefill = plan.num_tokens - num_drafted - num_decode
         flops = sum(result.flops.values())
         end = self._now()
         costs.observe(
-            num_prefill_tokens=plan.num_tokens - num_decode,
+            num_prefill_tokens=num_prefill,
             flops=flops,
             bytes_read=result.bytes_read,
             seconds=end - self._planned,
@@ -56,9 +59,11 @@ class StepMeter:
             step=plan.step,
             step_seconds=end - self._begin,
             schedule_seconds=self._planned - self._begin,
-            num_prefill_tokens=plan.num_tokens - num_decode,
-            num_decode_tokens=num_decode,
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=num_decode + num_accepted,
             num_cached_tokens=sum(seq.num_cached_tokens for seq in plan.admitted),
+            num_drafted_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
             num_prompt_tokens=sum(seq.num_prompt_tokens for seq in plan.admitted),
             num_preempted=len(plan.preempted),
             num_nonfinite_rows=result.num_nonfinite_rows,

@@ -132,6 +132,12 @@ class KVCacheManager:
         table.extend(fresh)
         return True
 
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Give back the blocks behind the first `num_tokens` tokens: they hold rejected drafts, which nobody reads."""
+        table = self._holdings[seq.seq_id].table
+        while len(table) > count_blocks(num_tokens):
+            self._pool.release(table.pop())
+
     def commit(self, seq: Sequence) -> None:
         """Make the blocks that are full of computed tokens findable; called after each step.
 

@@ -24,10 +24,23 @@ class RowSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """The next token of `seq` is drawn from logit row `row`; those after its drafted tokens from the rows behind."""
+
+    seq: Sequence
+    row: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> range:
+        return range(self.row, self.row + 1 + len(self.draft))
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """What each logit row is wanted for. Rows are numbered as in StepBatch.logit_rows."""
 
-    draws: list[tuple[Sequence, int]]  # (sequence, row): the next token is drawn from it
+    draws: list[Draw]
     prompts: list[RowSpan]  # log-probabilities of the prompt's tokens position+1 ..
     replays: list[RowSpan]  # entropies of forced output tokens position+1 .., which no draw will measure
     surprisals: list[RowSpan]  # of the prompt's tokens position+1 .., where blocks may be evicted by them
@@ -46,7 +59,8 @@ def build_batch(scheduled: tuple[ScheduledSequence, ...], rule: SelectionRule) -
         if item.num_tokens == 1:
             token_ids.append(item.seq.token_ids[item.start])
         else:
-            token_ids += item.seq.token_ids[item.start : item.end]
+            token_ids += item.seq.token_ids[item.start : item.known_end]
+            token_ids += item.draft
         query_start[index + 1] = len(token_ids)
         context_lens[index] = item.context
         evicted[index] = item.num_evicted_blocks * BLOCK_SIZE
@@ -93,11 +107,11 @@ def _plan_rows(scheduled: tuple[ScheduledSequence, ...], query_start: list[int])
             _add_span(rows.surprisals, logit_rows, seq, base, item.start, min(item.end, seq.num_prompt_tokens - 1))
         if seq.num_forced_tokens > seq.clock.count:
             first = max(item.start, seq.num_prompt_tokens - 1 + seq.clock.count)
-            last = min(item.end, seq.num_prompt_tokens + seq.num_forced_tokens - 1)
+            last = min(item.known_end, seq.num_prompt_tokens + seq.num_forced_tokens - 1)
             _add_span(rows.replays, logit_rows, seq, base, first, last)
         if item.samples and seq.max_output_tokens > 0:
-            rows.draws.append((seq, len(logit_rows)))
-            logit_rows.append(query_start[index + 1] - 1)
+            rows.draws.append(Draw(seq, len(logit_rows), item.draft))
+            logit_rows.extend(range(base + item.known_end - 1, base + item.end))
     return logit_rows, rows
 
 

@@ -158,7 +158,10 @@ class GrammarMatcher:
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
         return bits[: self._vocab_size].view(np.bool_)
 
-    @property
-    def is_complete(self) -> bool:
-        """Nothing but the end may follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+    def is_complete(self, num_output_tokens: int) -> bool:
+        """Nothing but the end may follow that many tokens.
+
+        When more have been consumed (accepted drafts, which are told one by one) something did.
+        """
+        is_at_end = self._num_consumed <= num_output_tokens
+        return is_at_end and bool(self._matcher.is_stopped()) and not self._matcher.is_error()

@@ -11,6 +11,7 @@ from etserve.models.types import Decoder, DecoderSpec, KVCache
 from etserve.plan import ModelRunnerOutput, SchedulerOutput
 from etserve.runner.batch_builder import RowPlan, RowSpan, build_batch
 from etserve.runner.costing import add_costs
+from etserve.runner.drafts import draw_in_order, split_draws
 from etserve.runner.measuring import prompt_logprobs, surprisals
 from etserve.runner.sampler import Sampler
 from etserve.runner.skipping import divergence, kept_fractions, tell_divergences, tell_masses, tell_skipped
@@ -104,8 +105,8 @@ class ModelRunner:
         batch, rows = build_batch(checked, self._rule)
         hidden = self._decoder.forward(batch, self._cache)
         found: dict[int, torch.Tensor] = {}
-        for seq, row in rows.draws:
-            found[seq.seq_id] = self._decoder.logits(hidden[row : row + 1])[0].clone()
+        for draw in rows.draws:
+            found[draw.seq.seq_id] = self._decoder.logits(hidden[draw.row : draw.row + 1])[0].clone()
         kept = kept_fractions(checked, self._decoder.attention_counts)
         weight_bytes = self._decoder.weight_bytes
         return found, add_costs(self._shape, weight_bytes, checked, _count_logits(rows), kept, result)
@@ -113,19 +114,21 @@ class ModelRunner:
     def _compare(self, rows: RowPlan, hidden: torch.Tensor, skipped: dict[int, torch.Tensor]) -> dict[int, float]:
         """KL(dense || skipped) in nats of the checked steps, by seq_id."""
         return {
-            seq.seq_id: divergence(self._decoder.logits(hidden[row : row + 1])[0], skipped[seq.seq_id])
-            for seq, row in rows.draws
-            if seq.seq_id in skipped
+            draw.seq.seq_id: divergence(
+                self._decoder.logits(hidden[draw.row : draw.row + 1])[0], skipped[draw.seq.seq_id]
+            )
+            for draw in rows.draws
+            if draw.seq.seq_id in skipped
         }
 
     def _draw(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> int:
         num_bad_rows = 0
-        draws = [(seq, row) for seq, row in rows.draws if seq.seq_id not in result.failed]
-        for begin in range(0, len(draws), MAX_LOGIT_ROWS):
-            part = draws[begin : begin + MAX_LOGIT_ROWS]
-            logits = self._decoder.logits(_select(hidden, [row for _, row in part]))
-            drawn = self._sampler.draw([seq for seq, _ in part], logits)
+        draws = [draw for draw in rows.draws if draw.seq.seq_id not in result.failed]
+        for part in split_draws(draws, MAX_LOGIT_ROWS):
+            logits = self._decoder.logits(_select(hidden, [row for draw in part for row in draw.rows]))
+            drawn, followers = draw_in_order(self._sampler, part, logits)
             result.sampled.update(drawn.sampled)
+            result.followers.update(followers)
             result.failed.update(drawn.failed)
             num_bad_rows += drawn.num_nonfinite_rows
         return num_bad_rows
@@ -177,8 +180,8 @@ def _select(hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 def _count_logits(rows: RowPlan) -> dict[int, int]:
     counts: dict[int, int] = {}
-    for seq, _ in rows.draws:
-        counts[seq.seq_id] = counts.get(seq.seq_id, 0) + 1
+    for draw in rows.draws:
+        counts[draw.seq.seq_id] = counts.get(draw.seq.seq_id, 0) + len(draw.rows)
     for span in (*rows.prompts, *rows.replays, *rows.surprisals):
         counts[span.seq.seq_id] = counts.get(span.seq.seq_id, 0) + span.num_rows
     return counts

@@ -100,7 +100,7 @@ class Sampler:
         wishes = self._wishes.get(seq.seq_id)
         if wishes is None or wishes.matcher is None:
             return False
-        return wishes.matcher.advance(seq.output_token_ids) and wishes.matcher.is_complete
+        return wishes.matcher.advance(seq.output_token_ids) and wishes.matcher.is_complete(seq.num_output_tokens)
 
     def draw(self, seqs: list[Sequence], logits: torch.Tensor) -> DrawnRows:
         """Draw one token per row of `logits` (f32 [len(seqs), vocab]), which is overwritten."""

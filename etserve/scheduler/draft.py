@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import replace
 
 from etserve.plan import ScheduledSequence, SchedulerOutput
 from etserve.scheduler.policy import RankFunction, StepPolicy
@@ -83,6 +84,17 @@ class StepDraft:
         """So many blocks have just been evicted from a sequence that is not in the plan yet."""
         self._num_blocks_evicted += num_blocks
         self._num_sequences_evicted += 0 < num_blocks == seq.num_evicted_blocks
+
+    @property
+    def decodes(self) -> list[ScheduledSequence]:
+        """Those planned so far."""
+        return self._decodes.copy()
+
+    def lengthen(self, index: int, draft: tuple[int, ...]) -> None:
+        """Let one of the decodes compute drafted tokens as well; its table covers them."""
+        item = self._decodes[index]
+        self._decodes[index] = replace(item, num_tokens=item.num_tokens + len(draft), draft=draft)
+        self.budget -= len(draft)
 
     def freeze(self) -> SchedulerOutput:
         return SchedulerOutput(

@@ -12,6 +12,7 @@ from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, Schedule
 from etserve.scheduler.draft import RankedQueue, StepDraft
 from etserve.scheduler.eviction import Evictor
 from etserve.scheduler.policy import StepPolicy, fcfs, is_decode
+from etserve.scheduler.speculation import Speculation
 from etserve.sequence import Sequence, Status
 
 _PREFILL_SHARE = 4  # decodes leave 1/4 of the budget while a prompt is to be computed, so that neither side starves
@@ -35,10 +36,12 @@ class Scheduler:
         now: Callable[[], float],
         policy: StepPolicy | None = None,
         evictor: Evictor | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`now` is the engine's monotonic clock in seconds; without a policy it is first come, first served.
 
-        `evictor`: over the same `kv`; it takes blocks only of sequences that may be evicted from.
+        `evictor`: over the same `kv`; it takes blocks only of sequences that may be evicted from. Without `speculation`
+        no step computes drafted tokens.
         Raises ValueError if a limit is too small to run.
         """
         if max_num_seqs < 1 or max_step_tokens < 2:
@@ -50,6 +53,7 @@ class Scheduler:
         self._now = now
         self._policy = policy
         self._evictor = Evictor(kv) if evictor is None else evictor
+        self._speculation = speculation
         self._rank = fcfs if policy is None else policy
         self._waiting = RankedQueue(self._rank)
         self._running = RankedQueue(self._rank)
@@ -94,16 +98,26 @@ class Scheduler:
         if not (draft.preempted or draft.is_short):  # else whoever came in now would only take turns with others
             self._admit_waiting(draft)
         self._continue_decodes(draft, draft.budget)
+        if self._speculation is not None:
+            self._speculation.extend(draft, self.kv)
         return draft.freeze()
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Sequence]:
         """Take in what a step computed and drew; return the sequences that it finished.
 
-        A sequence finished since the plan was made is left as it is.
+        A sequence finished since the plan was made is left as it is. Of a sequence whose drafts were accepted only the
+        first token is taken; hand the others to `accept` one by one.
         """
         now = self._now()
         live = [item for item in plan.scheduled if item.seq.status is Status.RUNNING]
         return [item.seq for item in live if self._advance(item, output, now)]
+
+    def accept(self, seq: Sequence, sampled: Sampled) -> bool:
+        """Take in the token that follows an accepted draft, which the step has computed; True if that ended it."""
+        seq.num_computed_tokens += 1
+        self.kv.commit(seq)
+        seq.drafted = seq.drafted.accept()
+        return self._append(seq, sampled, self._now())
 
     def finish(self, seq: Sequence, reason: FinishReason) -> bool:
         """End a sequence in whatever state it is; False if it had ended before."""
@@ -115,6 +129,8 @@ class Scheduler:
             self._stop_waiting(seq)
         self.kv.free(seq, keep_content=reason != "error")
         self._evictor.forget(seq)
+        if self._speculation is not None:
+            self._speculation.forget(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         return True
@@ -257,23 +273,27 @@ class Scheduler:
             return self.finish(seq, "error")
         self._evictor.observe_step(item, output)
         samples = item.samples
-        seq.num_computed_tokens = item.end
+        seq.num_computed_tokens = item.known_end
+        if item.draft:
+            self.kv.trim(seq, item.known_end + len(output.followers.get(seq.seq_id, ())))
         self.kv.commit(seq)
         if not samples:
             return False
         if seq.num_output_tokens >= seq.max_output_tokens:  # the prompt was to be scored only
             return self.finish(seq, "length")
-        self._append(seq, output.sampled[seq.seq_id], now)
-        reason = self._finish_reason(seq)
-        return reason is not None and self.finish(seq, reason)
+        if seq.drafts_ahead:
+            seq.drafted = seq.drafted.observe(len(item.draft), len(output.followers.get(seq.seq_id, ())))
+        return self._append(seq, output.sampled[seq.seq_id], now)
 
-    def _append(self, seq: Sequence, sampled: Sampled, now: float) -> None:
+    def _append(self, seq: Sequence, sampled: Sampled, now: float) -> bool:
         seq.token_ids.append(sampled.token_id)
         self._evictor.observe_token(seq, sampled.surprisal_nats)
         seq.clock = seq.clock.observe(sampled.entropy_nats, sampled.surprisal_nats)
         seq.control = seq.control.observe(sampled.entropy_nats, sampled.measured)
         if seq.first_token_seconds is None:
             seq.first_token_seconds = now
+        reason = self._finish_reason(seq)
+        return reason is not None and self.finish(seq, reason)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Say whether the token just drawn is the last. `min_tokens` of them come before any that stops."""

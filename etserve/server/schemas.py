@@ -70,6 +70,7 @@ class EntropicOptions(Strict):
     kv_protect: bool | None = None
     eviction: Literal["off", "pressure", "budget"] | None = None
     block_budget: Annotated[int, Field(ge=32, le=1 << 24)] | None = None
+    speculation: Literal["off", "on"] | None = None
     trace: Literal["none", "summary", "tokens"] = "none"
 
 

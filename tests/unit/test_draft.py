@@ -1,24 +1,25 @@
-"""Draft lengths fall with entropy, risk is verified in time, and acceptance keeps the dense distribution."""
+"""Draft lengths fall with entropy and with what a row costs, and risk is verified in time."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etserve.control.draft import (
+    DraftLaw,
+    DraftRecord,
     DraftRun,
     RiskTable,
-    accept_greedy,
     acceptance_estimate,
-    acceptance_probability,
     allocate_drafts,
     draft_length,
     expected_accepted,
-    residual_distribution,
 )
 
 entropies = st.floats(0.0, 12.0)
+probabilities = st.floats(0.0, 1.0)
 thresholds = st.floats(0.01, 1.0)
 
 
@@ -37,10 +38,9 @@ def test_acceptance_at_known_points() -> None:
     assert acceptance_estimate(math.inf) == 0.0
 
 
-@given(entropies, thresholds, st.integers(0, 16))
-def test_a_draft_ends_where_the_next_token_no_longer_pays(entropy: float, threshold: float, limit: int) -> None:
-    length = draft_length(entropy, threshold, limit)
-    acceptance = acceptance_estimate(entropy)
+@given(probabilities, thresholds, st.integers(0, 16))
+def test_a_draft_ends_where_the_next_token_no_longer_pays(acceptance: float, threshold: float, limit: int) -> None:
+    length = draft_length(acceptance, threshold, limit)
     assert 0 <= length <= limit
     if length:
         assert acceptance**length >= threshold * (1.0 - 1e-9)
@@ -48,26 +48,21 @@ def test_a_draft_ends_where_the_next_token_no_longer_pays(entropy: float, thresh
         assert acceptance ** (length + 1) < threshold * (1.0 + 1e-9)
 
 
-def test_a_sure_sequence_gets_a_long_draft_and_an_unsure_or_unknown_one_none() -> None:
-    assert draft_length(0.0, 0.2, 8) == 8
-    assert draft_length(6.0, 0.2, 8) == 0
-    assert draft_length(math.nan, 0.2, 8) == 0
+def test_a_threshold_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="threshold"):
         draft_length(1.0, 0.0, 8)
 
 
-@given(st.lists(entropies | st.just(math.nan), max_size=6), st.integers(0, 20), thresholds, st.integers(0, 6))
-def test_a_shared_budget_goes_where_most_tokens_are_accepted(
-    hs: list[float], budget: int, threshold: float, limit: int
-) -> None:
-    lengths = allocate_drafts(hs, budget, threshold, limit)
-    limits = [draft_length(h, threshold, limit) for h in hs]
+@given(st.lists(st.tuples(probabilities, st.integers(0, 6)), max_size=6), st.integers(0, 20))
+def test_a_shared_budget_goes_where_most_tokens_are_accepted(wishes: list[tuple[float, int]], budget: int) -> None:
+    acceptances, limits = [a for a, _ in wishes], [k for _, k in wishes]
+    lengths = allocate_drafts(acceptances, limits, budget)
     assert sum(lengths) == min(budget, sum(limits))
     assert all(k <= top for k, top in zip(lengths, limits, strict=True))
 
     # Moving one token from any sequence to any other never expects more.
     def value(ks: list[int]) -> float:
-        return sum(expected_accepted(acceptance_estimate(h), k) for h, k in zip(hs, ks, strict=True))
+        return sum(expected_accepted(a, k) for a, k in zip(acceptances, ks, strict=True))
 
     for i, k in enumerate(lengths):
         for j in range(len(lengths)):
@@ -76,6 +71,51 @@ def test_a_shared_budget_goes_where_most_tokens_are_accepted(
                 moved[i] -= 1
                 moved[j] += 1
                 assert value(moved) <= value(lengths) + 1e-9
+
+
+def test_a_sure_sequence_gets_a_long_draft_and_an_unsure_or_unknown_one_none() -> None:
+    law, fresh = DraftLaw(max_tokens=8, row_cost=0.1), DraftRecord()
+
+    def length(entropy: float, num_decodes: int = 1, record: DraftRecord = fresh) -> int:
+        return law.length(law.acceptance(record, entropy), law.threshold(num_decodes), entropy)
+
+    assert length(0.0) == 8
+    assert 0 < length(1.0) < 8
+    assert length(5.0) == 0
+    assert length(math.nan) == 0
+    assert length(0.3, num_decodes=32) < length(0.3)  # a shared step must be worth it
+    good = DraftRecord()
+    for _ in range(10):
+        good = good.observe(8, 8)
+    assert length(1.0, record=good) == 8
+    assert length(5.0, record=good) == 0  # lost now, however well it went
+
+
+def test_a_choice_whose_drafts_fail_stops_drafting_and_is_tried_again_later() -> None:
+    law, record, entropy = DraftLaw(max_tokens=8, row_cost=0.1), DraftRecord(), 0.5
+    lengths = []
+    for _ in range(60):
+        length = law.length(law.acceptance(record, entropy), law.threshold(4), entropy)
+        lengths.append(length)
+        record = record.observe(length, 0)
+    assert lengths[0] > 0
+    assert 0 in lengths
+    assert any(later > 0 for later in lengths[lengths.index(0) :])
+    assert sum(lengths) < 30
+    assert record.num_drafted == sum(lengths)
+
+
+def test_only_drafted_tokens_that_reach_the_output_count_as_accepted() -> None:
+    record = DraftRecord().observe(5, 3)
+    assert (record.num_drafted, record.num_accepted) == (5, 0)
+    assert record.accept().accept().num_accepted == 2
+    assert (record.recent_trials, record.recent_hits) == (4.0, 3.0)
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"row_cost": 0.0}, {"row_cost": math.nan}, {"prior_trials": 0.0}])
+def test_a_law_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        DraftLaw(**wrong)
 
 
 def test_expected_accepted_is_the_geometric_sum() -> None:
@@ -136,46 +176,3 @@ def test_sure_stretches_run_long_and_lost_ones_are_checked_at_once() -> None:
     assert run_length(5.0) == 1
     assert run_length(math.nan) == 1
     assert not DraftRun().is_check_due(0.0, 1)
-
-
-@given(st.lists(st.integers(0, 3), max_size=10), st.lists(st.integers(0, 3), min_size=11, max_size=11))
-def test_greedy_acceptance_produces_what_dense_decoding_would(draft: list[int], dense_tail: list[int]) -> None:
-    # A dense model whose next token depends on the whole prefix.
-    def dense_next(prefix: list[int]) -> int:
-        return (sum((i + 1) * t for i, t in enumerate(prefix)) + dense_tail[len(prefix)]) % 4
-
-    dense = [dense_next(draft[:i]) for i in range(len(draft) + 1)]
-    verdict = accept_greedy(draft, dense)
-    produced = [*draft[: verdict.num_accepted], verdict.next_token_id]
-    expected: list[int] = []
-    while len(expected) < len(produced):
-        expected.append(dense_next(expected))
-    assert produced == expected
-    assert verdict.num_accepted == len(draft) or draft[verdict.num_accepted] != dense[verdict.num_accepted]
-
-
-def test_greedy_acceptance_needs_one_dense_token_more_than_drafted() -> None:
-    with pytest.raises(ValueError, match="dense"):
-        accept_greedy([1, 2], [1, 2])
-
-
-distributions = st.lists(st.floats(0.0, 1.0), min_size=5, max_size=5).filter(lambda x: sum(x) > 1e-3)
-
-
-@given(distributions, distributions)
-def test_speculative_sampling_draws_from_the_dense_distribution_exactly(p_raw: list[float], q_raw: list[float]) -> None:
-    p = [x / sum(p_raw) for x in p_raw]
-    q = [x / sum(q_raw) for x in q_raw]
-    accepted = [qi * acceptance_probability(pi, qi) for pi, qi in zip(p, q, strict=True)]
-    rejected = 1.0 - math.fsum(accepted)
-    redrawn = residual_distribution(p, q)
-    assert sum(redrawn) == pytest.approx(1.0)
-    for pi, ai, ri in zip(p, accepted, redrawn, strict=True):
-        assert ai + rejected * ri == pytest.approx(pi, abs=1e-9)
-
-
-def test_what_the_draft_could_not_draw_or_nobody_knows_is_not_accepted() -> None:
-    assert acceptance_probability(0.5, 0.0) == 0.0
-    assert acceptance_probability(math.nan, 0.5) == 0.0
-    assert acceptance_probability(0.5, math.nan) == 0.0
-    assert acceptance_probability(0.2, 0.4) == pytest.approx(0.5)
