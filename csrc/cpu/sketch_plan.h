@@ -42,11 +42,11 @@ struct SketchLayout {
 // All counts in floats (or 32-bit whole numbers).
 struct SelectionScratch {
   int64_t blocks, chunks;  // per sequence, whole chunks
-  int64_t sums;            // [num_seqs][num_heads][blocks]: sum of exp(score - the chunk's maximum) per block
+  int64_t sums;            // [num_seqs][num_heads][blocks]: sum of 2^(score - the chunk's maximum) per block
   int64_t maxima;          // [num_seqs][num_heads][chunks]
   int64_t lists;           // [num_seqs][num_kv_heads][blocks]
   int64_t counts;          // [num_seqs][num_kv_heads]
-  int64_t per_thread;      // keys and work of the cut, [blocks] each; factors, [chunks]
+  int64_t per_thread;      // keys and work of the cut, [blocks] and [blocks + 16]; factors, [chunks]
 
   SelectionScratch(int64_t num_seqs, int64_t max_context, int64_t num_heads, int64_t num_kv_heads) {
     chunks = (max_context + kBlockSize * kChunkBlocks - 1) / (kBlockSize * kChunkBlocks);
@@ -55,7 +55,7 @@ struct SelectionScratch {
     maxima = (num_seqs * num_heads * chunks + 15) / 16 * 16;
     lists = num_seqs * num_kv_heads * blocks;
     counts = (num_seqs * num_kv_heads + 15) / 16 * 16;
-    per_thread = 2 * blocks + (chunks + 15) / 16 * 16;
+    per_thread = 2 * blocks + 16 + (chunks + 15) / 16 * 16;
   }
   int64_t total(int64_t team) const { return 16 + sums + maxima + 2 * lists + counts + team * per_thread; }
 };

@@ -18,6 +18,12 @@ struct Job {
   const int32_t* kept;   // null: they are all of its blocks; else their places in the sequence
 };
 
+// Where the keys and values of a tile's blocks lie.
+struct Tile {
+  int num_blocks;
+  Words keys[kTileBlocks], values[kTileBlocks];
+};
+
 template <class Dot>
 class Worker {
  public:
@@ -118,43 +124,43 @@ class Worker {
     const int begin = larger(partition * kTilesPerPartition, lowest_position(position(job, 0)) / kTileTokens);
     const int end = smaller((partition + 1) * kTilesPerPartition, last / kTileTokens + 1);
     const int fetched = smaller((last_partition + 1) * kTilesPerPartition, last / kTileTokens + 1);
-    Words keys[kTileBlocks], next[kTileBlocks], values[kTileBlocks];
-    if (begin < end) find_blocks(job, begin, last, 0, keys);
+    Tile now, ahead;
+    if (begin < end) find_blocks(job, begin, last, &now);
     for (int tile = begin; tile < end; ++tile) {
-      const int num_blocks = find_blocks(job, tile, last, 1, values);
-      find_blocks(job, tile + 1 < fetched ? tile + 1 : tile, last, 0, next);
-      run_tile(job, tile, num_blocks, keys, next, values);
-      std::memcpy(keys, next, sizeof keys);
+      find_blocks(job, tile + 1 < fetched ? tile + 1 : tile, last, &ahead);
+      run_tile(job, tile, now, ahead);
+      now = ahead;
     }
     for (int r = 0; r < job.rows; ++r) totals_[r] = reduce_add(load(sums_ + r * kLanes));
   }
 
-  // The tile's blocks (half: 0 keys, 1 values); the last one fills the rest of the array. Returns how many there are.
-  int find_blocks(const Job& job, int tile, int last_position, int half, Words* found) const {
+  // The tile's blocks; the last one fills the rest of the arrays.
+  void find_blocks(const Job& job, int tile, int last_position, Tile* found) const {
     const int first = tile * kTileBlocks;
-    const int count = smaller(kTileBlocks, last_position / kBlockSize + 1 - first);
+    found->num_blocks = smaller(kTileBlocks, last_position / kBlockSize + 1 - first);
     const int32_t* table = job.table + first;
     for (int b = 0; b < kTileBlocks; ++b) {
-      const int64_t block = table[smaller(b, count - 1)];
-      found[b] = static_cast<Words>(a_.kv) + ((block * 2 + half) * a_.num_kv_heads + job.kv_head) * head_words_;
+      const int64_t at = int64_t{table[smaller(b, found->num_blocks - 1)]} * 2 * a_.num_kv_heads + job.kv_head;
+      found->keys[b] = static_cast<Words>(a_.kv) + at * head_words_;
+      found->values[b] = found->keys[b] + a_.num_kv_heads * head_words_;
     }
-    return count;
   }
 
-  void run_tile(const Job& job, int tile, int num_blocks, const Words* keys, const Words* next, const Words* values) {
-    const int steps = a_.head_dim / Dot::kStep;
+  void run_tile(const Job& job, int tile, const Tile& now, const Tile& ahead) {
+    const int steps = a_.head_dim / Dot::kStep, num_blocks = now.num_blocks;
     const int padded = static_cast<int>(plan_ceil(num_blocks, score_blocks(1)) * score_blocks(1));
     for (int r = 0; r < job.rows; r += kScoreRows)
-      score_group<Dot, kScoreRows>(smaller(kScoreRows, job.rows - r), keys, values, padded, query_ + r, steps, a_.scale,
-                                   scores_ + r * kTileTokens);
+      score_group<Dot, kScoreRows>(smaller(kScoreRows, job.rows - r), now.keys, ahead.keys, padded, query_ + r, steps,
+                                   a_.scale, scores_ + r * kTileTokens);
     float decay[kTileRows], shift[kTileRows];
     move_maxima(job, tile, num_blocks, shift, decay);
     for (int r = 0; r < job.rows; ++r) weigh(job, r, tile, num_blocks, shift[r], decay[r]);
 
     Words ready[kTileBlocks];
-    prepare_values(job, tile, num_blocks, values, ready);
+    prepare_values(job, tile, num_blocks, now.values, ready);
     for (int r = 0; r < job.rows; r += kValueRows)
-      value_group<Dot, kValueRows>(smaller(kValueRows, job.rows - r), ready, next, num_blocks, stride_,
+      value_group<Dot, kValueRows>(smaller(kValueRows, job.rows - r), ready, ahead.values, num_blocks,
+                                   stride_,
                                    weights_ + r * (kTileTokens / Dot::kStep), decay + r, partial_ + r * stride_);
   }
 

@@ -1,11 +1,10 @@
 // The rule that decides which blocks are skipped: from the smallest mass while the sum stays within a budget, ties by
-// index. Masses are whole numbers of 2^-30, so that sums are exact; a key is such a number as the bits of a float, which
-// ascend with it. Radix selection finds where to cut in a few passes, without a sort.
+// index. Masses are whole numbers of 2^-30, at most 2^30, so that their sums are exact in doubles, whatever the order.
+// Pivots find where to cut in a few vector passes over ever fewer keys, without a sort.
 #pragma once
 #include <cstdint>
-#include <cstring>
 
-#include "convert.h"
+#include "simd.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
@@ -14,75 +13,81 @@ constexpr float kMassUnits = 1073741824.0f;  // 2^30
 
 // Skipped are the keys below `key` and, in order of index, the first `num_equal` of those that equal it.
 struct Cut {
-  uint32_t key = 0;
+  float key = kInf;
   int num_equal = 0;
-  uint64_t sum = 0;  // of what is skipped
+  double sum = 0.0;  // of what is skipped
 };
 
 class CutFinder {
  public:
-  // `keys` [count] is overwritten.
-  Cut find(uint32_t* keys, int count, uint64_t budget, int max_count) {
-    budget_ = budget;
-    left_ = max_count;
-    cut_ = {};
-    constexpr int kShifts[] = {20, 12, 4, 0};
-    uint32_t prefix = 0;
-    for (int level = 0; level < 4; ++level) {
-      const int shift = kShifts[level], width = level == 0 ? 32 : kShifts[level - 1] - shift;
-      const int bucket = pass(keys, count, shift, width);
-      if (bucket < 0) {  // all go; possible at the first level only
-        cut_.key = UINT32_MAX;
-        return cut_;
+  // `keys` [count], finite, is overwritten, and must take 16 more.
+  Cut find(float* keys, int count, double budget, int max_count) {
+    Cut cut;
+    while (count > 0) {
+      const float pivot = median(keys[draw(count)], keys[draw(count)], keys[draw(count)]);
+      const Below below = weigh(keys, count, pivot);
+      if (below.num_less > max_count || cut.sum + below.sum > budget) {
+        count = narrow(keys, count, pivot, false);
+        continue;
       }
-      count = keep_bucket(keys, count, shift, width, bucket);
-      prefix = keys[0] >> shift << shift;
+      const int num_equal = affordable(below.num_equal, pivot, budget - cut.sum - below.sum, max_count - below.num_less);
+      cut.sum += below.sum + static_cast<double>(pivot) * num_equal;
+      if (num_equal < below.num_equal) {
+        cut.key = pivot;
+        cut.num_equal = num_equal;
+        return cut;
+      }
+      max_count -= below.num_less + num_equal;
+      count = narrow(keys, count, pivot, true);
     }
-    cut_.key = prefix;
-    const uint64_t mass = value(prefix);
-    cut_.num_equal = count < left_ ? count : left_;
-    if (mass > 0 && static_cast<uint64_t>(cut_.num_equal) > (budget_ - cut_.sum) / mass)
-      cut_.num_equal = static_cast<int>((budget_ - cut_.sum) / mass);
-    cut_.sum += mass * static_cast<uint64_t>(cut_.num_equal);
-    return cut_;
+    return cut;  // all go
   }
-
-  static uint64_t value(uint32_t key) { return static_cast<uint64_t>(bits_to_float(key)); }
 
  private:
-  static int bucket_of(uint32_t key, int shift, int width) {
-    if (width == 32) return key == 0 ? 0 : static_cast<int>(key >> shift) - kFirst;  // 0, or 1 .. 2^32 in eighths of octaves
-    return static_cast<int>(key >> shift & ((1u << width) - 1u));
+  struct Below {
+    double sum = 0.0;
+    int num_less = 0, num_equal = 0;
+  };
+
+  static float median(float a, float b, float c) { return larger(smaller(a, b), smaller(larger(a, b), c)); }
+
+  static int affordable(int count, float key, double budget, int max_count) {
+    const int fitting = smaller(count, max_count);
+    if (static_cast<double>(key) * fitting <= budget) return fitting;
+    return static_cast<int>(budget / static_cast<double>(key));
   }
 
-  // Adds whole buckets from the lowest while they fit; returns the first that does not, -1 if there is none.
-  int pass(const uint32_t* keys, int count, int shift, int width) {
-    std::memset(counts_, 0, sizeof counts_);
-    std::memset(sums_, 0, sizeof sums_);
-    for (int i = 0; i < count; ++i) {
-      const int bucket = bucket_of(keys[i], shift, width);
-      ++counts_[bucket];
-      sums_[bucket] += value(keys[i]);
+  static Below weigh(const float* keys, int count, float pivot) {
+    Below below;
+    const F bar = set1(pivot);
+    for (int i = 0; i < count; i += kLanes) {
+      const F x = load_below(keys + i, count - i, kInf);
+      const Mask is_less = less(x, bar);
+      below.num_less += __builtin_popcount(bits(is_less));
+      below.num_equal += __builtin_popcount(bits(at_least(bar, x)) & ~bits(is_less));
+      below.sum += reduce_add_f64(select(is_less, x, zero()));
     }
-    for (int bucket = 0; bucket < kBuckets; ++bucket) {
-      if (counts_[bucket] > left_ || (counts_[bucket] > 0 && sums_[bucket] > budget_ - cut_.sum)) return bucket;
-      left_ -= counts_[bucket];
-      cut_.sum += sums_[bucket];
-    }
-    return -1;
+    return below;
   }
 
-  static int keep_bucket(uint32_t* keys, int count, int shift, int width, int bucket) {
+  // Keeps the keys above the pivot, or those below it; returns how many.
+  static int narrow(float* keys, int count, float pivot, bool above) {
     int kept = 0;
-    for (int i = 0; i < count; ++i)
-      if (bucket_of(keys[i], shift, width) == bucket) keys[kept++] = keys[i];
+    const F bar = set1(pivot);
+    for (int i = 0; i < count; i += kLanes) {
+      const F x = load_below(keys + i, count - i, kNaN);
+      kept += compress_store(keys + kept, above ? less(bar, x) : less(x, bar), x);
+    }
     return kept;
   }
 
-  static constexpr int kFirst = 127 * 8 - 1, kBuckets = 264;
-  uint64_t budget_ = 0, sums_[kBuckets];
-  int left_ = 0, counts_[kBuckets];
-  Cut cut_;
+  // A place that no order of keys can foresee; the cut does not depend on it.
+  int draw(int count) {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<int>((state_ >> 33) % static_cast<uint64_t>(count));
+  }
+
+  uint64_t state_ = 1;
 };
 
 }  // namespace

@@ -33,8 +33,8 @@ class Selection {
     kept_ = tables_ + plan_.lists;
     counts_ = kept_ + plan_.lists;
     keys_ = reinterpret_cast<float*>(counts_ + plan_.counts) + team.rank() * plan_.per_thread;
-    work_ = reinterpret_cast<uint32_t*>(keys_ + plan_.blocks);
-    factors_ = keys_ + 2 * plan_.blocks;
+    work_ = keys_ + plan_.blocks;
+    factors_ = work_ + plan_.blocks + kLanes;
   }
 
   // The same on every member; ends behind a barrier.
@@ -109,7 +109,7 @@ class Selection {
       for (int c = 0; c < chunks; ++c) top = larger(top, maxima[c]);
       F total = zero();
       for (int c = 0; c < chunks; ++c) factors_[c] = maxima[c] - top;
-      for (int c = 0; c < chunks; c += kLanes) store(factors_ + c, exp_negative(load_below(factors_ + c, chunks - c, -kInf)));
+      for (int c = 0; c < chunks; c += kLanes) store(factors_ + c, exp2_estimate(load_below(factors_ + c, chunks - c, -kInf)));
       for (int c = 0; c < chunks; ++c) total = fma(set1(factors_[c]), load(sums + c * kChunkBlocks), total);
       const float mass = reduce_add(total);
       if (!(mass > 0.0f && mass < kInf)) return false;
@@ -133,34 +133,44 @@ class Selection {
     return true;
   }
 
-  bool is_always_read(int b, int i) const {
-    return i < s_.rule.sink_blocks || i >= num_blocks(b) - s_.rule.recent_blocks ||
-           (s_.is_protected && s_.is_protected[static_cast<int64_t>(b) * a_.max_blocks + i]);
+  // Of blocks [first, first + 16) those that may be skipped.
+  Mask may_skip(int b, int first) const {
+    const int begin = s_.rule.sink_blocks - first, end = num_blocks(b) - s_.rule.recent_blocks - first;
+    uint32_t lanes = bits(lanes_below(end)) & ~bits(lanes_below(begin));
+    if (s_.is_protected && lanes) {
+      const uint8_t* is_protected = s_.is_protected + static_cast<int64_t>(b) * a_.max_blocks + first;
+      for (int i = larger(begin, 0); i < smaller(end, kLanes); ++i)
+        if (is_protected[i]) lanes &= ~(1u << i);
+    }
+    return from_bits(lanes);
   }
 
   Cut find_cut(int b, bool by_sketch) {
     const int total = num_blocks(b);
     int count = 0;
-    for (int i = 0; i < total; ++i)
-      if (!is_always_read(b, i)) work_[count++] = float_to_bits(keys_[i]);
+    for (int i = 0; i < total; i += kLanes) count += compress_store(work_ + count, may_skip(b, i), load(keys_ + i));
     const double least = s_.rule.min_kept_share * total, share = by_sketch ? 0.0 : s_.rule.share * total;
     const int minimum = larger(larger(1, s_.rule.min_kept_blocks), static_cast<int>(__builtin_ceil(larger(least, share))));
-    const uint64_t budget =
-        by_sketch ? static_cast<uint64_t>(static_cast<double>(s_.epsilon[b]) * kMassUnits) : UINT64_MAX;
+    const double budget = by_sketch ? __builtin_floor(static_cast<double>(s_.epsilon[b]) * kMassUnits) : double{kInf};
     return finder_.find(work_, count, budget, total > minimum ? total - minimum : 0);
   }
 
   int write_list(int b, int kv_head, Cut cut) {
     const int64_t at = head_index(b, kv_head) * plan_.blocks;
+    const F bar = set1(cut.key);
     int num_kept = 0;
-    for (int i = 0; i < num_blocks(b); ++i) {
-      if (!is_always_read(b, i)) {
-        const uint32_t key = float_to_bits(keys_[i]);
-        if (key < cut.key || (key == cut.key && cut.num_equal-- > 0)) continue;
+    for (int first = 0; first < num_blocks(b); first += kLanes) {
+      const F keys = load(keys_ + first);
+      const uint32_t candidates = bits(may_skip(b, first));
+      uint32_t skipped = candidates & bits(less(keys, bar));
+      for (uint32_t ties = candidates & bits(at_least(bar, keys)) & ~skipped; ties && cut.num_equal > 0; ties &= ties - 1) {
+        skipped |= ties & -ties;
+        --cut.num_equal;
       }
-      tables_[at + num_kept] = table(b)[i];
-      kept_[at + num_kept++] = i;
+      const Mask kept = from_bits(bits(lanes_below(num_blocks(b) - first)) & ~skipped);
+      num_kept += compress_ids(kept_ + at + num_kept, kept, first);
     }
+    for (int i = 0; i < num_kept; ++i) tables_[at + i] = table(b)[kept_[at + i]];
     return num_kept;
   }
 
@@ -178,7 +188,7 @@ class Selection {
   float *sums_, *maxima_;
   int32_t *tables_, *kept_, *counts_;
   float* keys_;  // of one sequence and KV head
-  uint32_t* work_;
+  float* work_;
   float* factors_;
   Scanner<Dot> scanner_;
   CutFinder finder_;

@@ -128,7 +128,7 @@ constexpr int score_blocks(int /*rows*/) { return 1; }
 constexpr int kValueRows = 4;
 constexpr int kValueVectors = 1;
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace
 }  // namespace etserve::cpu::ETSERVE_ISA

@@ -87,7 +87,7 @@ constexpr int score_blocks(int rows) { return rows <= 6 ? 4 : 2; }
 constexpr int kValueRows = 6;  // rows x dims / 16: 6 x 4 accumulators
 constexpr int kValueVectors = 4;
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace
 }  // namespace etserve::cpu::ETSERVE_ISA

@@ -10,7 +10,18 @@ namespace {
 
 constexpr int kScanRows = 4;  // query heads that share each expanded code
 constexpr int kMaxScanDim = 256;
+constexpr float kLog2E = 1.44269504088896341f;  // estimates are powers of 2: their scale takes it in
 constexpr int kAhead = kChunkBlocks;  // blocks between a fetch and its use: the means of a whole chunk are read first
+
+// 2^x for x <= 0 within 1.1e-4, next to 0 below -120; NaN gives NaN. (Minimax of degree 3 on |f| <= 1/2.)
+inline F exp2_estimate(F x) {
+  x = max(set1(-120.0f), x);  // this order lets NaN through
+  const F n = round_nearest(x), f = sub(x, n);
+  F p = fma(set1(0.0551716648f), f, set1(0.2426111251f));
+  p = fma(p, f, set1(0.6932609923f));
+  p = fma(p, f, set1(0.9999280735f));
+  return scale_by_power(p, n, x);
+}
 
 // What the scan knows of one query head, `scale` taken in.
 template <class Dot>
@@ -69,7 +80,7 @@ class Scanner {
     for (int first = 0; first < group_; first += kScanRows) {
       const int rows = smaller(kScanRows, group_ - first);
       const float* q = a_.q + (static_cast<int64_t>(a_.query_start[seq]) * a_.num_heads + kv_head * group_ + first) * a_.head_dim;
-      for (int r = 0; r < rows; ++r) queries_[r].load_query(q + r * a_.head_dim, a_.scale, layout_, s_.signs);
+      for (int r = 0; r < rows; ++r) queries_[r].load_query(q + r * a_.head_dim, a_.scale * kLog2E, layout_, s_.signs);
       for (int chunk = begin; chunk < end; ++chunk)
         scan_rows<kScanRows>(rows, seq, kv_head, chunk, sums + first * stride, stride, maxima + first * max_chunks, max_chunks);
     }
@@ -88,7 +99,7 @@ class Scanner {
       for (int i = 1; i < count; ++i) top = max(top, scores[r][i]);
       const float shift = reduce_max(top);
       for (int i = 0; i < kChunkBlocks; ++i)
-        scores[r][i] = i < count ? exp_negative(sub(scores[r][i], set1(shift))) : zero();
+        scores[r][i] = i < count ? exp2_estimate(sub(scores[r][i], set1(shift))) : zero();
       store(sums + r * stride + chunk * kChunkBlocks, sum_each(scores[r]));
       maxima[r * max_chunks + chunk] = shift;
     }
@@ -155,7 +166,7 @@ class Scanner {
       F sum = zero();
       for (int i = 0; i < a_.head_dim / Dot::kStep; ++i)
         sum = Dot::dot(sum, Dot::load16(keys + i * kLanes), Dot::spread(queries_[r].exact + i));
-      scores[r][at] = select(lanes_below(valid), mul(sum, set1(a_.scale)), set1(-kInf));
+      scores[r][at] = select(lanes_below(valid), mul(sum, set1(a_.scale * kLog2E)), set1(-kInf));
     }
   }
 
