@@ -1,5 +1,6 @@
 """Eviction in the engine: memory comes back, guards hold, and a sequence that was evicted from feeds nobody."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,18 @@ from etserve.engine.llm_engine import LLMEngine
 from etserve.errors import ConfigError, RequestError
 from etserve.outputs import GenerateRequest, SequenceOutput, StepStats
 from etserve.sampling_params import EntropicParams
-from tests.engine.helpers import PROMPTS, load_unit, make_engine, request, run, run_one, run_steps
+from tests.engine.helpers import (
+    PROMPTS,
+    encode,
+    load_unit,
+    make_engine,
+    reference_model,
+    request,
+    run,
+    run_one,
+    run_steps,
+)
+from tests.kernels.decoders import make_batch
 
 TEXT = " ".join(PROMPTS[:4]) + " "
 LONG = (TEXT * 4)[:900]  # bytes, and so tokens: 57 blocks
@@ -190,14 +202,27 @@ def test_wishes_that_mean_nothing_are_refused(wanted: EntropicParams, param: str
 
 
 def test_a_model_with_a_sliding_window_evicts_nothing() -> None:
-    import dataclasses
-
-    from tests.engine import helpers
-
     loaded = load_unit()
     spec = dataclasses.replace(loaded.spec, sliding_window=64)
     windowed = dataclasses.replace(loaded, spec=spec)
     with pytest.raises(ConfigError, match="sliding window"):
         make_engine(windowed, control=ControlConfig(eviction="pressure"))
     with pytest.raises(RequestError, match="sliding window"):
-        make_engine(windowed).add_request(helpers.request("r", "x", entropic=EntropicParams(eviction="pressure")))
+        make_engine(windowed).add_request(request("r", "x", entropic=EntropicParams(eviction="pressure")))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_what_is_evicted_is_as_if_masked_from_then_on(backend: str) -> None:
+    """Against transformers with a mask that hides positions 16 .. 47 from the rows behind position 61."""
+    tokens, first = encode(LONG)[:90], 61
+    hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
+    hidden[first:, 16:48] = True
+    mask = torch.zeros(1, 1, 90, 90).masked_fill(hidden, float("-inf"))
+    with torch.inference_mode():
+        expected = reference_model()(torch.tensor([tokens]), attention_mask=mask).logits[0, first:]
+    decoder = load_unit(backend).decoder
+    cache = decoder.allocate_cache(12)
+    decoder.forward(make_batch([(tokens[:first], 0, [7, 3, 9, 2])]), cache)
+    rest = make_batch([(tokens[first:], first - 32, [7, 2, 5, 1])])
+    found = decoder.logits(decoder.forward(dataclasses.replace(rest, positions=rest.positions + 32), cache))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -158,3 +158,22 @@ def test_the_decoder_counts_its_bytes() -> None:
 def test_shapes_without_a_kernel_are_refused_at_load(fault: str, spec: DecoderSpec) -> None:
     with pytest.raises(ValueError, match=fault):
         make_native(spec)
+
+
+def test_evicted_blocks_are_left_out_and_positions_go_on(isa: str) -> None:
+    """A table without blocks 1 and 2: the nine rows that follow see the rest where it stood."""
+    tokens = prompt(70)
+    decoders = (make_native(BASE), TorchDecoder(BASE, RandomWeights(BASE), F32, F32, tables(BASE)))
+    rest = make_batch([(tokens[61:], 61 - 32, [7, 2, 5])])  # over the end of block 2
+    holed = replace(rest, positions=rest.positions + 32)
+    found = []
+    for decoder in decoders:
+        cache = decoder.allocate_cache(12)
+        decoder.forward(make_batch([(tokens[:61], 0, [7, 3, 9, 2])]), cache)
+        found.append(decoder.logits(decoder.forward(holed, cache)).clone())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    native = decoders[0]
+    cache = native.allocate_cache(12)
+    for shift in (-16, 8, 64 * 16):
+        with pytest.raises(ValueError, match="does not fit its context"):
+            native.forward(replace(rest, positions=(rest.positions + shift).astype(np.int32)), cache)

@@ -4,7 +4,13 @@ import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etserve.config import BLOCK_SIZE
+from etserve.control.choice import ChoiceControl, ChoiceLaws
+from etserve.control.eviction import EvictionConfig
+from etserve.kv.block_pool import NULL_BLOCK
 from etserve.kv.manager import KVCacheManager
 from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
 from etserve.sampling_params import SamplingParams
@@ -47,6 +53,9 @@ def make_sequence(
     priority: int = 0,
     salt: bytes = b"",
     params: SamplingParams | None = None,
+    eviction: EvictionConfig | None = None,
+    block_budget: int | None = None,
+    protected: tuple[tuple[int, int], ...] = (),
 ) -> Sequence:
     """Make one that arrives in the order of its id, with a prompt of its own unless told otherwise."""
     prompt = token_ids if token_ids is not None else [1 + (seq_id * 31 + i) % 97 for i in range(num_tokens)]
@@ -63,6 +72,7 @@ def make_sequence(
         priority=priority,
         cache_salt=salt,
         num_forced_tokens=len(forced),
+        control=ChoiceControl(ChoiceLaws(eviction=eviction, block_budget=block_budget, protected_spans=protected)),
     )
 
 
@@ -95,12 +105,24 @@ def expected_output(prompt: list[int], salt: bytes, max_output: int, params: Sam
     return output
 
 
+State = int | tuple[str, int] | None
+
+
+def clean(state: State) -> int | None:
+    """What a slot stands for, spoilt or not."""
+    return state[1] if isinstance(state, tuple) else state
+
+
 @dataclass
 class GhostModel:
-    """Writes into every slot what it stands for, and reads it back through the block table before going on."""
+    """Writes into every slot what it stands for, and reads it back through the block table before going on.
+
+    What is computed while blocks are evicted is marked as spoilt: only its own sequence may read it, while it is not
+    whole.
+    """
 
     kv: KVCacheManager
-    slots: dict[int, list[int | None]] = field(default_factory=dict)  # block -> state of each position in it
+    slots: dict[int, list[State]] = field(default_factory=dict)  # block -> state of each position in it
     states: dict[int, list[int]] = field(default_factory=dict)  # seq_id -> the true state after each token
 
     def execute(self, plan: SchedulerOutput, failing: Collection[int] = ()) -> ModelRunnerOutput:
@@ -112,7 +134,19 @@ class GhostModel:
             sampled={item.seq.seq_id: self._sample(item) for item in sampling if item.seq.seq_id not in failing},
             failed={item.seq.seq_id: "model_numerics" for item in sampling if item.seq.seq_id in failing},
             flops={item.seq.seq_id: float(item.num_tokens) for item in plan.scheduled},
+            block_masses={item.seq.seq_id: self._masses(item) for item in sampling if item.seq.may_be_evicted},
+            prompt_surprisals={
+                item.seq.seq_id: [0.5] * max(0, min(item.end, item.seq.num_prompt_tokens - 1) - item.start)
+                for item in plan.scheduled
+                if item.seq.may_be_evicted
+            },
         )
+
+    def _masses(self, item: ScheduledSequence) -> NDArray[np.float32]:
+        """Of each kept block, keyed by its content."""
+        num_blocks = -(-item.context // BLOCK_SIZE)
+        kept = [block for block in item.block_table if block != NULL_BLOCK][:num_blocks]
+        return np.array([(zlib.crc32(repr(self.slots[block][0]).encode()) % 997) / 997 for block in kept], np.float32)
 
     def _true_states(self, seq: Sequence, num_tokens: int) -> list[int]:
         states = self.states.setdefault(seq.seq_id, [])
@@ -126,7 +160,12 @@ class GhostModel:
         for begin in range(0, item.start, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, item.start)
             block = item.block_table[begin // BLOCK_SIZE]
-            assert self.slots.get(block, [])[: end - begin] == truth[begin:end], f"block {block} holds something else"
+            if block == NULL_BLOCK and item.num_evicted_blocks:
+                continue
+            found = self.slots.get(block, [])[: end - begin]
+            if item.num_evicted_blocks:
+                found = [clean(state) for state in found]
+            assert found == truth[begin:end], f"block {block} holds something else"
 
     def _write(self, item: ScheduledSequence) -> None:
         truth = self._true_states(item.seq, item.end)
@@ -134,15 +173,15 @@ class GhostModel:
             block, base = item.block_table[index], index * BLOCK_SIZE
             assert block != 0, "the null block is written"
             assert self.kv._pool.num_refs(block) == 1, f"block {block} is shared, and written"
-            slots = self.slots.setdefault(block, [None] * BLOCK_SIZE)
+            slots = self.slots.setdefault(block, [None] * BLOCK_SIZE)  # [BLOCK_SIZE]
             for position in range(max(item.start, base), min(item.end, base + BLOCK_SIZE)):
-                slots[position - base] = truth[position]
+                slots[position - base] = ("spoilt", truth[position]) if item.num_evicted_blocks else truth[position]
 
     def _sample(self, item: ScheduledSequence) -> Sampled:
         block = item.block_table[(item.end - 1) // BLOCK_SIZE]
-        state = self.slots[block][(item.end - 1) % BLOCK_SIZE]
+        state = clean(self.slots[block][(item.end - 1) % BLOCK_SIZE])
         assert state is not None
-        return Sampled(draw(state), entropy_nats=(state % 1000) / 250.0, varentropy=1.0, temperature=1.0)
+        return Sampled(draw(state), (state % 1000) / 250.0, 1.0, 1.0, surprisal_nats=(state % 7) / 2.0)
 
 
 def run_step(

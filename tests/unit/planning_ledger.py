@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection
 
+from etserve.kv.block_pool import NULL_BLOCK
 from etserve.kv.manager import KVCacheManager, count_blocks
 from etserve.plan import SchedulerOutput
 from etserve.scheduler.policy import fcfs
@@ -32,6 +33,7 @@ class Ledger:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.num_evicted_blocks = 0
 
     @property
     def live(self) -> list[Sequence]:
@@ -47,6 +49,13 @@ class Ledger:
         assert told is was_live, "an end was told twice, or not at all"
         self.ends[seq.seq_id] += told
         assert self.kv.block_table(seq) == []
+
+    def evict(self, num_wanted: int) -> None:
+        """Let the law take blocks of the decoding sequences that allow it, between two steps."""
+        seqs = [seq for seq in self.live if seq.may_be_evicted and seq.status is Status.RUNNING and is_decode(seq)]
+        before = self.kv.num_allocatable_blocks
+        taken = self.scheduler._evictor.make_room(seqs, num_wanted)
+        assert sum(taken.values()) == self.kv.num_allocatable_blocks - before <= num_wanted, "evicted, but not free"
 
     def step(self, failing: Collection[int] = (), cancelled: Collection[Sequence] = ()) -> SchedulerOutput:
         """Run one step; `cancelled` sequences end while the model is at work."""
@@ -80,9 +89,11 @@ class Ledger:
             assert 1 <= item.num_tokens <= item.seq.num_uncomputed_tokens
             assert item.is_decode == is_decode(item.seq)
             assert item.block_table == self.kv.block_table(item.seq)
+            assert item.num_evicted_blocks == item.block_table.count(NULL_BLOCK)
         for seq in plan.preempted:
             assert (seq.status, seq.num_computed_tokens) == (Status.WAITING, 0), "preempted, but not back at the start"
         self.num_preemptions += len(plan.preempted)
+        self.num_evicted_blocks += plan.num_blocks_evicted
         self.num_cached_tokens += sum(seq.num_cached_tokens for seq in plan.admitted)
 
     def _check_fairness(self, plan: SchedulerOutput, before: list[Sequence], decodes: list[Sequence]) -> None:
@@ -131,6 +142,23 @@ class Ledger:
             assert has_blocks == (seq.status is Status.RUNNING), f"{seq.status} and blocks: {has_blocks}"
             assert self.ends[seq.seq_id] == (seq.status is Status.FINISHED), "not exactly one end"
             assert (seq.finish_reason is not None) == (seq.status is Status.FINISHED)
+            if seq.status is Status.RUNNING:
+                self._check_guards(seq)
+
+    def _check_guards(self, seq: Sequence) -> None:
+        table, law = self.kv.block_table(seq), seq.control.laws.eviction
+        places = [place for place, block in enumerate(table) if block == NULL_BLOCK]
+        assert len(places) == seq.num_evicted_blocks
+        if not places:
+            return
+        assert law is not None, "evicted from one who does not allow it"
+        spans = seq.control.laws.protected_spans
+        protected = [place for start, end in spans for place in range(start // 16, -(-end // 16))]
+        assert law.sink_blocks <= min(places), "a sink is gone"
+        assert max(places) < seq.num_computed_tokens // 16 - law.recent_blocks, "a recent block is gone"
+        assert set(places).isdisjoint(protected), "a protected block is gone"
+        num_full = seq.num_computed_tokens // 16
+        assert num_full - len(places) >= max(law.min_kept_share * num_full, law.min_kept_blocks), "too little is left"
 
     def drain(self) -> None:
         """Run to the end and check it: all have ended, once, with the tokens that the oracle says; no block is held."""

@@ -1,6 +1,7 @@
 """Any order of adding, stepping, failing and cancelling keeps every promise; seeded defects are found."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from etserve.control.eviction import EvictionConfig
 from etserve.errors import PromptTooLongError
 from etserve.kv import hashing
 from etserve.kv.block_pool import BlockPool
 from etserve.kv.manager import KVCacheManager
 from etserve.sampling_params import SamplingParams
+from etserve.scheduler import eviction as eviction_of_sequences
 from etserve.scheduler.scheduler import Scheduler
 from etserve.sequence import Sequence, Status
 from tests.unit.planning_helpers import EOS, expected_output, make_sequence
@@ -27,6 +30,10 @@ PARAMS = st.sampled_from(
         SamplingParams(prompt_logprobs=1),
     ]
 )
+
+# Guards that let short sequences lose something.
+LAW = EvictionConfig(sink_blocks=1, recent_blocks=1, min_kept_share=0.5, min_kept_blocks=2)
+EVICTION = st.sampled_from([None, None, LAW, replace(LAW, recent_blocks=2)])
 
 PROMPTS = st.builds(
     lambda family, num_shared, tail: [family] * num_shared + tail or [family],
@@ -66,6 +73,8 @@ class PlanningMachine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"", b"other"]),
         params=PARAMS,
         forced_share=st.sampled_from([0.0, 0.0, 0.5, 0.9]),
+        eviction=EVICTION,
+        block_budget=st.sampled_from([None, None, 3]),
     )
     def add_one(self, prompt: list[int], max_output: int, forced_share: float, **options: Any) -> None:
         self.add(prompt, max_output, forced_share, **options)
@@ -86,6 +95,20 @@ class PlanningMachine(RuleBasedStateMachine):
             known = self.ledger.sequences[data.draw(st.sampled_from(sorted(self.ledger.sequences)))].token_ids
             whole = known[: len(known) // 16 * 16] or known
             self.add(whole if tail is None else [*known, *tail], 3, salt=salt)
+
+    @rule(
+        num_tokens=st.integers(30, 90),
+        max_output=st.integers(1, 60),
+        eviction=EVICTION,
+        block_budget=st.sampled_from([None, 3]),
+        protected=st.sampled_from([(), ((20, 40),)]),
+    )
+    def add_long(self, num_tokens: int, max_output: int, **options: Any) -> None:
+        self.add([7] * num_tokens, max_output, **options)
+
+    @rule(num_wanted=st.integers(1, 4))
+    def evict(self, num_wanted: int) -> None:
+        self.ledger.evict(num_wanted)
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -253,10 +276,24 @@ def takes_in_results_of_the_dead(scheduler: Scheduler, plan: Any, output: Any) -
     return [item.seq for item in plan.scheduled if scheduler._advance(item, output, 0.0)]
 
 
+def shares_what_an_eviction_spoilt(kv: KVCacheManager, seq: Sequence, holding: Any) -> None:
+    if seq.may_be_evicted and holding.table:
+        kv._commit(seq, holding)
+
+
+def evicts_without_giving_back(kv: KVCacheManager, seq: Sequence, indices: Any) -> None:
+    for index in indices:
+        kv._holdings[seq.seq_id].table[index] = 0
+
+
+def evicts_the_oldest(held: Any, num_blocks: int, num_wanted: int, config: EvictionConfig) -> tuple[int, ...]:
+    return tuple(block.index for block in held[: min(num_wanted, len(held) // 3)])
+
+
 ADMIT = KVCacheManager.admit
 FINISH = Scheduler.finish
 
-DEFECTS: list[tuple[type, str, Callable[..., Any]]] = [
+DEFECTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (BlockPool, "share", forgets_to_count_a_share),
     (BlockPool, "_take", keeps_the_key_of_a_reused_block),
     (BlockPool, "allocate", hands_out_what_there_is),
@@ -276,12 +313,15 @@ DEFECTS: list[tuple[type, str, Callable[..., Any]]] = [
     (Scheduler, "finish", forgets_the_waiting),
     (Scheduler, "_finish_reason", stops_at_eos_alone),
     (Scheduler, "update", takes_in_results_of_the_dead),
+    (KVCacheManager, "_commit_whole", shares_what_an_eviction_spoilt),
+    (KVCacheManager, "evict", evicts_without_giving_back),
+    (eviction_of_sequences, "choose_evictions", evicts_the_oldest),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name", "defect"), DEFECTS, ids=[defect.__name__ for _, _, defect in DEFECTS])
 def test_a_seeded_defect_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, defect: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, defect: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, defect)
     with pytest.raises((AssertionError, KeyError)):  # a check, the audit, or the code itself stumbling
