@@ -44,30 +44,32 @@ def test_nothing_complete_gives_no_rates_instead_of_a_crash() -> None:
     assert found["tokens_per_second"] == 0.0
 
 
-def test_the_steady_window_runs_between_the_fullest_steps_and_counts_all_between_them() -> None:
-    seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
+def test_the_steady_window_runs_while_nearly_all_sequences_decode() -> None:
     replayed = Replay(tau_nats=9.0, nats_resolved=15.0, entropies=[4.0, 3.0, 5.0, 1.0, 2.0])
-    both = [request(i, seconds=seconds, entropies=[1.0] * 5, tau_nats=[0.0] * 5, replay=replayed) for i in range(2)]
+    both = [
+        request(i, seconds=seconds, entropies=[1.0] * 5, tau_nats=[0.0] * 5, replay=replayed)
+        for i, seconds in enumerate([(1.0, 2.0, 3.0, 4.0, 5.0), (2.0, 3.0, 4.0, 5.0, 6.0)])
+    ]
     shape = steps(
-        end_seconds=[1.0, 2.0, 3.0, 4.0, 5.0],
-        num_decode_tokens=[0, 4, 1, 4, 1],  # the third step reads somebody's prompt
-        num_prefill_tokens=[9, 0, 7, 0, 0],
-        step_seconds=[1.0] * 5,
-        bytes_read=[9e9, 9e9, 3e8, 4e8, 9e9],
-        flops=[9e9, 9e9, 5e8, 5e8, 9e9],
-        num_blocks_skipped=[0] * 5, num_preempted=[0] * 5, num_forced=[0] * 5,
+        end_seconds=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        num_decode_tokens=[0, 1, 9, 9, 9, 1],  # drafts count here
+        num_prefill_tokens=[9, 9, 7, 0, 0, 0],
+        step_seconds=[1.0] * 6,
+        bytes_read=[9e9, 9e9, 3e8, 4e8, 4e8, 9e9],
+        flops=[9e9, 9e9, 5e8, 5e8, 5e8, 9e9],
+        num_blocks_skipped=[0] * 6, num_preempted=[0] * 6, num_forced=[0] * 6,
     )  # fmt: skip
     found = steady_figures(round_of(*both, steps=shape))
-    assert found["steady_tokens_per_second"] == pytest.approx(4 / 2.0)
+    assert found["steady_tokens_per_second"] == pytest.approx(6 / 3.0)  # (2, 5]: both decode
     assert found["steady_tpot_seconds"] == pytest.approx(1.0)
-    assert found["steady_share"] == pytest.approx(0.4)
-    tau = 2 * 4.0  # of the tokens at 3 and 4 s: up by 2, down by 4
-    assert found["steady_tau_per_second"] == pytest.approx(tau / 2.0)
-    assert found["steady_tau_per_gb"] == pytest.approx(tau / 0.7)
-    assert found["steady_tau_per_gflop"] == pytest.approx(tau / 1.0)
-    assert found["steady_nats_per_second"] == pytest.approx(2 * 6.0 / 2.0)
-    assert found["kv_share"] == pytest.approx(0.75)  # of the fourth step alone
-    assert steady_figures(round_of(steps=steps(num_decode_tokens=[0, 2, 0]))) == {}
+    assert found["steady_share"] == pytest.approx(0.6)
+    tau = (0.0 + 4.0 + 0.0) + (1.0 + 0.0 + 4.0)  # the first one's last three tokens, the other's second to fourth
+    assert found["steady_tau_per_second"] == pytest.approx(tau / 3.0)
+    assert found["steady_tau_per_gb"] == pytest.approx(tau / 1.1)
+    assert found["steady_tau_per_gflop"] == pytest.approx(tau / 1.5)
+    assert found["steady_nats_per_second"] == pytest.approx((5.0 + 1.0 + 2.0 + 3.0 + 5.0 + 1.0) / 3.0)
+    assert found["kv_share"] == pytest.approx(0.75)  # of the steps that read no prompt
+    assert steady_figures(round_of(request(0, seconds=(1.0,)))) == {}
 
 
 def test_prompts_that_were_read_for_all_arms_count_in_the_whole_run_and_not_in_the_window() -> None:

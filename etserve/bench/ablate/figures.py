@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from etserve.bench.ablate.records import PromptRun, RequestRun, RoundRun, StepRuns
+from etserve.bench.ablate.records import PromptRun, RequestRun, RoundRun
 
 STEADY_SHARE = 0.75  # of the most sequences that decode at once
 
@@ -53,10 +53,8 @@ _NO_PROMPTS = PromptRun(seconds=0.0, flops=0.0, bytes_read=0.0)
 
 
 class Window(NamedTuple):
-    """Steps (first, last] of a round, and their time in seconds: (begin, end]."""
+    """A stretch of a round in seconds, (begin, end]."""
 
-    first: int
-    last: int
     begin: float
     end: float
 
@@ -129,25 +127,28 @@ def kept_share(kept_fractions: Sequence[float]) -> float:
     return float(np.mean(skipping)) if skipping else 1.0
 
 
-def steady_window(steps: StepRuns) -> Window | None:
-    """Between the first and the last step that serve nearly as many sequences as any step decodes.
+def steady_window(requests: Sequence[RequestRun]) -> Window | None:
+    """Between the first and the last moment at which nearly as many sequences decode as at any.
 
-    What happens between them counts, prompts and recomputation too. None for fewer than two such steps.
+    A sequence decodes from its first token to its last, and what happens meanwhile counts: others' prompts and
+    recomputation too. None where no sequence has two tokens.
     """
-    most = max(steps.num_decode_tokens, default=0)
-    full = [i for i, count in enumerate(steps.num_decode_tokens) if count >= max(1.0, STEADY_SHARE * most)]
-    if len(full) < 2:
+    spans = [(r.token_seconds[0], r.token_seconds[-1]) for r in requests if len(r.token_seconds) > 1]
+    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    counts = np.cumsum([change for _, change in changes])
+    if not len(counts):
         return None
-    window = Window(full[0], full[-1], steps.end_seconds[full[0]], steps.end_seconds[full[-1]])
+    full = np.flatnonzero(counts >= max(1.0, STEADY_SHARE * float(counts.max())))
+    window = Window(changes[full[0]][0], changes[full[-1] + 1][0])
     return window if window.end > window.begin else None
 
 
 def steady_figures(run: RoundRun) -> dict[str, float]:
     """Rates, latency and entropic time per cost within the steady window."""
-    window = steady_window(run.steps)
+    complete = [request for request in run.requests if request.error is None]
+    window = steady_window(complete)
     if window is None:
         return {}
-    complete = [request for request in run.requests if request.error is None]
     times = [[at for at in request.token_seconds if window.holds(at)] for request in complete]
     count, seconds = sum(map(len, times)), window.end - window.begin
     found = {
@@ -157,8 +158,9 @@ def steady_figures(run: RoundRun) -> dict[str, float]:
     gaps = [(each[-1] - each[0]) / (len(each) - 1) for each in times if len(each) > 1]
     if gaps:
         found["steady_tpot_seconds"] = float(np.mean(gaps))
-    inside = slice(window.first + 1, window.last + 1)
-    spent = Costs(seconds, sum(run.steps.bytes_read[inside]) * 1e-9, sum(run.steps.flops[inside]) * 1e-9)
+    inside = [index for index, at in enumerate(run.steps.end_seconds) if window.holds(at)]
+    num_bytes, flops = (sum(column[i] for i in inside) for column in (run.steps.bytes_read, run.steps.flops))
+    spent = Costs(seconds, num_bytes * 1e-9, flops * 1e-9)
     tau, nats = _entropic_time(complete, window)
     return found | _per_cost("steady_tau", tau, spent) | _per_cost("steady_nats", nats, spent) | _kv_share(run, inside)
 
@@ -183,13 +185,11 @@ def _per_cost(name: str, amount: float | None, spent: Costs) -> dict[str, float]
     return {f"{name}_per_{unit}": amount / cost for unit, cost in spent._asdict().items() if cost > 0.0}
 
 
-def _kv_share(run: RoundRun, inside: slice) -> dict[str, float]:
+def _kv_share(run: RoundRun, inside: Sequence[int]) -> dict[str, float]:
     """The cache's part of what pure decode steps read."""
-    steps = zip(run.steps.bytes_read[inside], run.steps.num_prefill_tokens[inside], strict=True)
-    decodes = [num_bytes for num_bytes, num_prefill in steps if num_prefill == 0 and num_bytes > 0]
-    if not decodes:
-        return {}
-    return {"kv_share": float(np.mean([max(0.0, 1.0 - run.weight_bytes / num_bytes) for num_bytes in decodes]))}
+    decodes = [run.steps.bytes_read[i] for i in inside if run.steps.num_prefill_tokens[i] == 0]
+    shares = [max(0.0, 1.0 - run.weight_bytes / num_bytes) for num_bytes in decodes if num_bytes > 0.0]
+    return {"kv_share": float(np.mean(shares))} if shares else {}
 
 
 def deadline(baseline: Sequence[RoundRun]) -> float | None:
