@@ -93,6 +93,11 @@ def path_for(found: BenchResult, folder: Path) -> Path:
 
 def save(found: BenchResult, path: Path) -> None:
     """Write a result file. Raises BenchError naming it."""
+    write(found, path)
+
+
+def write(found: msgspec.Struct, path: Path) -> None:
+    """Write anything that was measured as JSON. Raises BenchError naming the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(found))

@@ -9,7 +9,7 @@ import typer
 
 from etserve import __version__
 from etserve.bench.commands import app as bench_app
-from etserve.cli import ablate, calibrate, chat, config, doctor, generate, health, models, serve
+from etserve.cli import ablate, bench_step, calibrate, chat, config, doctor, generate, health, models, serve
 from etserve.errors import ConfigError, EtserveError, ModelError, RequestError
 
 EXIT_OK = 0
@@ -35,6 +35,7 @@ app.command(name="healthcheck")(health.healthcheck)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="ablate")(ablate.ablate)
 app.add_typer(config.app, name="config")
+bench_app.command(name="step")(bench_step.step)
 app.add_typer(bench_app, name="bench")
 
 

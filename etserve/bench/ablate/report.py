@@ -1,5 +1,6 @@
 """The report: Markdown tables, pictures, and in words what is a gain, what is not, and what was not reproduced."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def write_report(found: Results, facts: Mapping[str, Any], folder: Path) -> Path
         parts.append(quality_section(found.quality))
     path = folder / REPORT
     try:
-        path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+        text = re.sub("\n{3,}", "\n\n", "\n\n".join(filter(None, parts)))
+        path.write_text(text.rstrip() + "\n", encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}") from None
     return path

@@ -1,0 +1,85 @@
+"""A profile of a step counts what the engine counts, and says so in a table and a picture."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from etserve.bench import ceilings, step_report
+from etserve.bench.ablate.lab import Lab
+from etserve.bench.ceilings import Ceilings
+from etserve.bench.errors import BenchError
+from etserve.bench.step import StepReport, profile_steps
+from etserve.cli import main as cli
+from etserve.cli.bench_step import counts
+from etserve.config import BLOCK_SIZE, EngineConfig
+from tests.unit.bench_helpers import UNIT_MODEL
+
+CONFIG = EngineConfig(model=str(UNIT_MODEL), dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def report() -> StepReport:
+    return profile_steps(Lab(CONFIG), [1, 3], [33, 129], 4)
+
+
+def test_every_batch_is_profiled_at_every_context(report: StepReport) -> None:
+    shapes = [(each.num_sequences, each.context_tokens) for each in report.profiles]
+    assert shapes == [(1, 33), (3, 33), (1, 129), (3, 129)]
+    for each in report.profiles:
+        assert set(each.phases) == {"setup", "elementwise", "matrices", "kv_write", "attention", "head"}
+        assert all(seconds > 0.0 for seconds in each.phases.values())
+        assert each.ceiling_seconds > 0.0
+
+
+def test_bytes_are_the_weights_once_and_the_cache_of_every_sequence(report: StepReport) -> None:
+    spec = Lab(CONFIG).loaded().spec
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    for each in report.profiles:
+        of_cache = each.bytes_read - each.weight_bytes
+        context = of_cache / each.num_sequences / token_bytes
+        assert each.context_tokens <= context <= each.context_tokens + 8 + BLOCK_SIZE
+
+
+def test_the_ceiling_is_the_slower_bound_of_the_matrices_and_the_cache() -> None:
+    limits = Ceilings(gb_per_second=10.0, gflop_per_second=100.0)
+    assert limits.seconds(weight_bytes=2e9, kv_bytes=1e9, flops=1e9) == pytest.approx(0.3)
+    assert limits.seconds(weight_bytes=2e9, kv_bytes=1e9, flops=1e11) == pytest.approx(1.1)
+    assert min(ceilings.measure(torch.float32, passes=1)) > 0.0
+
+
+def test_table_and_picture_hold_every_row(report: StepReport, tmp_path: Path) -> None:
+    text = step_report.as_markdown(report)
+    assert len(text.splitlines()) == 4 + len(report.profiles)
+    assert "GB/s read" in text
+    step_report.draw(report, tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+    with pytest.raises(BenchError, match="missing"):
+        step_report.draw(report, tmp_path / "missing" / "step.png")
+
+
+def test_what_is_left_over_is_pythons_and_never_negative(report: StepReport) -> None:
+    slow = msgspec.structs.replace(report.profiles[0], step_seconds=10.0, schedule_seconds=1.0, row_seconds=2.0)
+    assert slow.python_seconds == pytest.approx(7.0 - sum(slow.phases.values()))
+    assert msgspec.structs.replace(slow, step_seconds=0.1).python_seconds == 0.0
+
+
+def test_what_cannot_be_profiled_is_said() -> None:
+    with pytest.raises(BenchError, match="leave 9 of"):
+        profile_steps(Lab(CONFIG), [1], [100_000], 9)
+    with pytest.raises(BenchError, match="native"):
+        profile_steps(Lab(msgspec.structs.replace(CONFIG, backend="torch")), [1], [32], 3)
+    for text in ("", "0,1", "a"):
+        with pytest.raises(BenchError, match="positive"):
+            counts(text, "contexts")
+    assert counts("8, 1,8", "sequences") == [1, 8]
+
+
+def test_the_command_prints_the_table_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]
+    sizes = ["--sequences", "2", "--contexts", "48", "--steps", "3"]
+    options = ["--dtype", "float32", "--threads", "1"]
+    assert cli.run(["bench", "step", str(UNIT_MODEL), *options, *sizes, *files]) == 0
+    assert "| 2 | 48 |" in capsys.readouterr().out
+    assert msgspec.json.decode((tmp_path / "a.json").read_bytes(), type=StepReport).profiles[0].num_sequences == 2
