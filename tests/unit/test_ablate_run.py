@@ -87,7 +87,7 @@ def test_arms_do_what_their_names_say(compared: tuple[Results, Path]) -> None:
 
 def test_scheduling_changes_no_token(compared: tuple[Results, Path]) -> None:
     for arms in compared[0].rounds.values():
-        for name in {"macro", "random-priority"} & set(arms):
+        for name in {"macro", "random-priority", "ngram"} & set(arms):
             for mine, theirs in zip(arms[name], arms["baseline"], strict=True):
                 assert [r.token_ids for r in mine.requests] == [r.token_ids for r in theirs.requests]
 
@@ -262,7 +262,14 @@ def test_a_workload_longer_than_the_context_is_refused_before_anything_runs(lab:
 
 
 def test_settings_that_switch_something_on_are_taken_back_for_the_baseline() -> None:
-    asked = ControlConfig(temperature_mode="cool", target_entropy_nats=2.0, pruning="on", priority_mode="paper")
+    asked = ControlConfig(
+        temperature_mode="cool",
+        target_entropy_nats=2.0,
+        pruning="on",
+        priority_mode="paper",
+        speculation="ngram",
+        eviction="pressure",
+    )
     assert plain(asked) == ControlConfig(target_entropy_nats=2.0)
 
 

@@ -31,6 +31,11 @@ class Arm:
     matches: str | None = None  # kept_share | mean_temperature
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether the model's distributions are no longer the plain engine's for the same text."""
+        return self.changes.get("pruning") == "on" or self.changes.get("eviction", "off") != "off"
+
+    @property
     def sketch_bits(self) -> int:
         """Of the key sketches that its engine keeps: none where it does not select by them."""
         is_selecting = self.changes.get("pruning") == "on" and self.changes.get("prune_selector") is None
@@ -47,6 +52,14 @@ ARMS: dict[str, Arm] = {
         Arm("meso", "blocks skipped by key sketches, epsilon steered by entropy", _MESO),
         Arm("full", "all three scales", {**_MICRO, **_MACRO, **_MESO}),
         Arm("paper", "all three as the paper words them", _PAPER),
+        Arm("ngram", "drafts by prompt lookup, as long as entropy lets them be", {"speculation": "ngram"}),
+        Arm("evict", "blocks given up under memory pressure, before a sequence is", {"eviction": "pressure"}),
+        Arm(
+            "random-evict",
+            "as evict, whichever block",
+            {"eviction": "pressure", "evict_selector": "random"},
+            placebo_of="evict",
+        ),
         Arm(
             "fixed-temperature",
             "one temperature, the thermostat's mean",

@@ -71,8 +71,8 @@ def attempts(workload: str, figures: Figures, quality: Mapping[str, QualityRun])
 
 
 def keeps_quality(arm: str, quality: Mapping[str, QualityRun]) -> bool:
-    """Whether the arm skips nothing, or loses at most MAX_LOSS on held-out text."""
-    if ARMS[arm].changes.get("pruning") != "on":
+    """Whether the arm reads and keeps everything, or loses at most MAX_LOSS on held-out text."""
+    if not ARMS[arm].is_lossy:
         return True
     if arm not in quality or BASELINE not in quality:
         return False

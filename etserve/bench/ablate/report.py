@@ -100,7 +100,7 @@ def _cell(verdict: Verdict | None) -> str:
 
 
 def _quality(arm: str, found: Results) -> str:
-    if ARMS[arm].changes.get("pruning") != "on":
+    if not ARMS[arm].is_lossy:
         return "0"
     if arm not in found.quality or BASELINE not in found.quality:
         return "–"

@@ -51,7 +51,15 @@ def run_session(
 def plain(control: ControlConfig) -> ControlConfig:
     """The settings with everything off: gains and calibrated entropies stay, for the arms to switch on."""
     return msgspec.structs.replace(
-        control, temperature_mode="off", priority_mode="fcfs", pruning="off", prune_selector="sketch", prune_share=1.0
+        control,
+        temperature_mode="off",
+        priority_mode="fcfs",
+        pruning="off",
+        prune_selector="sketch",
+        prune_share=1.0,
+        speculation="off",
+        eviction="off",
+        evict_selector="score",
     )
 
 

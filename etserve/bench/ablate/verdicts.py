@@ -18,6 +18,7 @@ JUDGED = (
     "tokens_per_second",
     "e2e_mean_seconds",
 )
+_EXACT = ("ngram",)  # every token is the plain engine's own: there is nothing to do blindly
 _WHOLE_LOOPS = ("full", "paper")
 Figures = dict[str, list[dict[str, float]]]  # rounds of each arm
 
@@ -54,6 +55,8 @@ def _objection(arm: Arm, name: str, measured: Ratio, figures: Figures, quality: 
     if problem := _quality_problem(arm, quality):
         return problem
     opponents = [placebo for placebo in _opponents(arm) if _is_measured(placebo, figures, quality)]
+    if not opponents and arm.name in _EXACT:
+        return ""
     if not opponents:
         return "no placebo ran beside it"
     beaten = [_beats(arm, placebo, name, figures, quality) for placebo in opponents]
@@ -63,8 +66,8 @@ def _objection(arm: Arm, name: str, measured: Ratio, figures: Figures, quality: 
 
 
 def _quality_problem(arm: Arm, quality: dict[str, QualityRun]) -> str:
-    if arm.changes.get("pruning") != "on":
-        return ""  # the model's distributions are the baseline's
+    if not arm.is_lossy:
+        return ""
     if arm.name not in quality or BASELINE not in quality:
         return "its quality was not measured"
     lost = loss(quality[arm.name], quality[BASELINE])

@@ -72,7 +72,16 @@ _MICRO_ARMS = ("baseline", "micro", "fixed-temperature")
 _MACRO_ARMS = ("macro", "random-priority")
 _MESO_ARMS = ("meso", "random-blocks", "recent-blocks", "constant-epsilon")
 # They back a claim or deny it, and few rounds do; `meso` where there is next to nothing to skip as well.
-_PLACEBOS = ("fixed-temperature", "random-priority", "random-blocks", "recent-blocks", "constant-epsilon", "paper")
+_PLACEBOS = (
+    "fixed-temperature",
+    "random-priority",
+    "random-blocks",
+    "recent-blocks",
+    "constant-epsilon",
+    "random-evict",
+    "paper",
+)
+_EVICT_ARMS = ("evict", "random-evict")
 
 
 def _load(
@@ -107,13 +116,13 @@ STANDARD = Preset(
         ),
         AblationWorkload(
             load=_load("memory-bound", 10, (1024, 1792), (128, 256), concurrency=10),
-            arms=("baseline", *_MACRO_ARMS, "meso", "full"),
+            arms=("baseline", *_MACRO_ARMS, "meso", "full", *_EVICT_ARMS),
             pool_share=0.6,
             few_rounds=("macro", *_PLACEBOS),
         ),
         AblationWorkload(
             load=_load("short-chat", 16, (64, 192), (64, 128), concurrency=8),
-            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "meso", "full", "paper"),
+            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "meso", "full", "paper", "ngram"),
             few_rounds=_PLACEBOS,
         ),
         AblationWorkload(
@@ -134,7 +143,7 @@ SMOKE = Preset(
     workloads=(
         AblationWorkload(
             load=_load("short-chat", 3, (24, 48), (8, 12), concurrency=2),
-            arms=(*_MICRO_ARMS, *_MACRO_ARMS),
+            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "ngram"),
         ),
         AblationWorkload(
             load=_load("long-context", 2, (640, 704), (16, 16), concurrency=2),
@@ -144,7 +153,7 @@ SMOKE = Preset(
         ),
         AblationWorkload(
             load=_load("memory-bound", 4, (96, 128), (32, 48), concurrency=4),
-            arms=("baseline", *_MACRO_ARMS),
+            arms=("baseline", *_MACRO_ARMS, *_EVICT_ARMS),
             pool_share=0.6,
         ),
     ),
