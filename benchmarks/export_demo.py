@@ -1,11 +1,12 @@
-"""Write the demo model's weights in bfloat16 for the peers: a GGUF for llama.cpp, a Hugging Face folder for vLLM.
+"""Write the demo model's weights for the peers: GGUF files in several formats, and a Hugging Face folder.
 
-Both come from the dequantised weights that etserve computes with: every server multiplies by the same numbers.
+All come from the dequantised weights that etserve computes with: servers that read one file have the same numbers.
     python benchmarks/export_demo.py build/demo
 """
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,46 @@ from etserve.models.tensors import expected_shapes, hf_name
 from etserve.models.types import DecoderSpec
 from etserve.tokenizer.gguf_header import GgufHeader, read_gguf_header
 
-GGUF_NAME = "demo-bf16.gguf"
+
+@dataclass(frozen=True, slots=True)
+class GgufFormat:
+    """What the matrices become. The embedding, which is the head too, keeps 8 bits where the others have 4."""
+
+    matrices: GGMLQuantizationType
+    embedding: GGMLQuantizationType
+    file_type: LlamaFileType
+
+
+FORMATS = {
+    "bf16": GgufFormat(GGMLQuantizationType.BF16, GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "f16": GgufFormat(GGMLQuantizationType.F16, GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "q8_0": GgufFormat(GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": GgufFormat(GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q4_0),
+}
 FOLDER_NAME = "demo-bf16"
 _SKIPPED = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 
 
-def export_gguf(source: Path, target: Path) -> None:
-    """Copy a GGUF with matrices in bf16 and vectors in f32; metadata, vocabulary and template stay."""
+def gguf_name(precision: str) -> str:
+    """The file's name in a format of FORMATS."""
+    return f"demo-{precision}.gguf"
+
+
+def export_gguf(source: Path, target: Path, precision: str = "bf16") -> None:
+    """Copy a GGUF with matrices in another format and vectors in f32; metadata, vocabulary and template stay."""
+    wanted = FORMATS[precision]
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, architecture)
-    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(wanted.file_type)
     for field in reader.fields.values():
         if not field.name.startswith(_SKIPPED):
             sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        kind = GGMLQuantizationType.F32 if values.ndim == 1 else GGMLQuantizationType.BF16
+        matrix = wanted.embedding if tensor.name == "token_embd.weight" else wanted.matrices
+        kind = GGMLQuantizationType.F32 if values.ndim == 1 else matrix
         writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -86,13 +109,14 @@ def export_folder(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("--only", choices=["gguf", "folder"], help="write one of the two")
+    parser.add_argument("--only", choices=["gguf", "folder"], help="write only the GGUF files, or only the folder")
     options = parser.parse_args()
     source = resolve_model("demo").path
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.only != "folder":
-        export_gguf(source, options.folder / GGUF_NAME)
-        print(options.folder / GGUF_NAME)
+        for precision in FORMATS:
+            export_gguf(source, options.folder / gguf_name(precision), precision)
+            print(options.folder / gguf_name(precision))
     if options.only != "gguf":
         export_folder(source, options.folder / FOLDER_NAME)
         print(options.folder / FOLDER_NAME)

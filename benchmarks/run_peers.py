@@ -1,167 +1,31 @@
-"""Measure etserve beside llama.cpp's server and vLLM, with the same weights and prompts, in interleaved rounds.
+"""Measure etserve beside llama.cpp, OpenVINO GenAI and vLLM, with the same weights and prompts, in interleaved rounds.
 
-    python benchmarks/run_peers.py --workloads W1,W2 --rounds 3
+    python benchmarks/run_peers.py --precisions bf16,q8_0,q4_0 --workloads W1,W2,W3 --rounds 3
 
-All servers are resident; only the one being measured runs, the others are held by SIGSTOP (see peers/README.md).
+For each precision all servers are resident; only the one being measured runs, the others are held by SIGSTOP (see
+peers/README.md). A workload gets at most --budget-seconds: what is measured by then counts, at least one round.
 """
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from export_demo import FOLDER_NAME, GGUF_NAME, export_folder, export_gguf
+from peer_servers import HERE, PEERS, Peer, Running, launched
 
 from etserve.bench import plots, report, session
-from etserve.bench.client import Target
 from etserve.bench.errors import BenchError
 from etserve.bench.prepare import Asked, prepare
 from etserve.bench.records import BenchResult, RoundResult
-from etserve.bench.session import Server
 from etserve.bench.summary import summarise
-from etserve.models.files import resolve_model
 
-HERE = Path(__file__).resolve().parent
-FIRST_PORT = 18_431
-READY_SECONDS = 900.0  # vLLM compiles for minutes at its first start
-WAKE_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A server that can be launched: peers/SCRIPT PORT MODEL THREADS."""
-
-    name: str
-    script: str
-    model: str  # demo, or what export_demo.py writes
-    variable: str | None = None  # environment variable that says where the peer is
-
-    @property
-    def path(self) -> str | None:
-        return os.environ.get(self.variable) if self.variable else sys.executable
-
-    def missing(self) -> str | None:
-        """Why it cannot be measured here; None when it can."""
-        if self.path is None:
-            return f"{self.variable} is not set"
-        return None if Path(self.path).exists() else f"{self.path} does not exist"
-
-
-PEERS = [
-    Peer("etserve", "etserve.sh", "demo"),
-    Peer("llama.cpp", "llama_server.sh", GGUF_NAME, "ETSERVE_PEER_LLAMA_SERVER"),
-    Peer("vLLM", "vllm.sh", FOLDER_NAME, "ETSERVE_PEER_VLLM_PYTHON"),
-]
-
-
-class Running:
-    """A launched server in a process group of its own."""
-
-    def __init__(self, peer: Peer, port: int, model: str, threads: int, log: Path) -> None:
-        self.peer = peer
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        began = time.monotonic()
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [HERE / "peers" / peer.script, str(port), model, str(threads)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "ETSERVE_PYTHON": sys.executable},
-                start_new_session=True,
-            )
-        self.wait_ready(READY_SECONDS)
-        self.ready_seconds = time.monotonic() - began
-
-    @property
-    def server(self) -> Server:
-        return Server(self.peer.name, Target(self.url, "demo"), (self.process.pid,))
-
-    def wait_ready(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5.0):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        ended = f"ended with {self.process.returncode}" if self.process.returncode is not None else "is not ready"
-        tail = self._log.read_text(errors="replace").splitlines()[-3:]
-        raise BenchError(f"{self.peer.name} {ended} (log: {self._log}): {' | '.join(tail)}")
-
-    def hold(self) -> None:
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let the server run for the time of a measurement."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        try:
-            self.wait_ready(WAKE_SECONDS)
-            yield
-        finally:
-            if self.process.poll() is None:
-                self.hold()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGCONT)
-            os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(timeout=30.0)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
-def launch(peers: Sequence[Peer], options: argparse.Namespace) -> list[Running]:
-    """Start one server after the other, each held as soon as it is ready. Those that cannot be had are said."""
-    running: list[Running] = []
-    try:
-        for place, peer in enumerate(peers):
-            reason = peer.missing()
-            if reason is not None:
-                print(f"{peer.name}: not measured, {reason}")
-                continue
-            model = peer.model if peer.model == "demo" else str(exported(options.models, peer.model))
-            options.out.mkdir(parents=True, exist_ok=True)
-            started = Running(peer, FIRST_PORT + place, model, options.threads, options.out / f"{peer.name}.log")
-            running.append(started)
-            started.hold()
-            print(f"{peer.name}: ready after {started.ready_seconds:.1f} s", flush=True)
-    except BaseException:
-        stop(running)
-        raise
-    return running
-
-
-def exported(folder: Path, name: str) -> Path:
-    """The demo model in the form a peer reads, written if it is not there yet."""
-    path = folder / name
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        print(f"writing {path}", flush=True)
-        (export_gguf if name == GGUF_NAME else export_folder)(resolve_model("demo").path, path)
-    return path
-
-
-def stop(running: Sequence[Running]) -> None:
-    for server in running:
-        server.end()
+PRECISIONS = tuple(PEERS[0].models)
 
 
 def measure(running: Sequence[Running], workload: str, options: argparse.Namespace) -> list[BenchResult]:
-    """`rounds` clean cycles over all servers; a cycle with too much foreign CPU is repeated."""
+    """`rounds` clean cycles over all servers, or what the budget allows; one with too much foreign CPU is repeated."""
     given = prepare(
         Asked(
             workload=workload,
@@ -172,19 +36,29 @@ def measure(running: Sequence[Running], workload: str, options: argparse.Namespa
         )
     )
     kept: list[list[RoundResult]] = [[] for _ in running]
-    num_discarded = 0
-    index = 0
-    while len(kept[0]) < options.rounds:
-        cycle = [_one(server, given, index) for server in running]
-        index += 1
+    began, num_cycles, num_discarded = time.monotonic(), 0, 0
+    while len(kept[0]) < options.rounds and (num_cycles == 0 or _has_time(began, num_cycles, options)):
+        cycle = [_one(server, given, num_cycles) for server in running]
+        num_cycles += 1
         foreign = max((each.cpu.foreign or 0.0 for each in cycle if each.cpu), default=0.0)
-        if foreign > options.max_foreign and num_discarded < options.retries:
+        may_repeat = num_discarded < options.retries and _has_time(began, num_cycles, options)
+        if foreign > options.max_foreign and may_repeat:
             num_discarded += 1
             print(f"{workload}: cycle discarded, {foreign:.0%} of the CPU went to other processes", flush=True)
             continue
         for rounds, found in zip(kept, cycle, strict=True):
             rounds.append(found)
+    if len(kept[0]) < options.rounds:
+        print(
+            f"{workload}: {len(kept[0])} of {options.rounds} rounds within {options.budget_seconds:.0f} s", flush=True
+        )
     return [session.result(each.server, given, rounds) for each, rounds in zip(running, kept, strict=True)]
+
+
+def _has_time(began: float, num_cycles: int, options: argparse.Namespace) -> bool:
+    """Whether one more cycle like those before it ends within the budget."""
+    spent = time.monotonic() - began
+    return bool(spent * (num_cycles + 1) / num_cycles <= options.budget_seconds)
 
 
 def _one(server: Running, given: session.Load, index: int) -> RoundResult:
@@ -199,25 +73,43 @@ def _rate(workload: str, options: argparse.Namespace) -> float | None:
     return options.rate if workload.upper() == "W6" else None
 
 
-def write(results: list[BenchResult], running: Sequence[Running], out: Path) -> None:
-    """One result file per workload and server, a plot per workload, one Markdown table over all."""
+def write(results: list[BenchResult], running: Sequence[Running], precision: str, out: Path) -> str:
+    """One result file per workload and server, a plot per workload, one Markdown table over all, which is returned."""
     for found in results:
         session.save(found, session.path_for(found, out))
     for name in dict.fromkeys(found.workload["name"] for found in results):
         plots.draw([found for found in results if found.workload["name"] == name], out / f"{name}.png")
     table = report.markdown(*report.comparison_rows(results))
     ready = ", ".join(f"{server.peer.name} {server.ready_seconds:.1f} s" for server in running)
-    (out / "table.md").write_text(f"{table}\nStart to ready: {ready}.\n", encoding="utf-8")
-    print(f"\n{table}\nstart to ready: {ready}\nwritten to {out}")
+    text = f"### {precision}\n{table}\nStart to ready: {ready}.\n"
+    (out / "table.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def run(options: argparse.Namespace, peers: Sequence[Peer]) -> list[str]:
+    """A table per precision. Raises BenchError."""
+    tables: list[str] = []
+    for precision in options.precisions.split(","):
+        out = options.out / precision
+        with launched(peers, precision, models=options.models, threads=options.threads, logs=out) as running:
+            results: list[BenchResult] = []
+            for workload in options.workloads.split(",") if running else ():
+                results += measure(running, workload, options)
+                text = write(results, running, precision, out)
+            if results:
+                tables.append(text)
+                print(f"\n{text}written to {out}", flush=True)
+    return tables
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--workloads", default="W1,W2,W3,W4,W5,W6")
-    parser.add_argument(
-        "--servers", default=",".join(peer.name for peer in PEERS), help="base of the ratios: the first"
-    )
+    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--workloads", default="W1,W2,W3", help="of W1 to W7")
+    names = ",".join(peer.name for peer in PEERS)
+    parser.add_argument("--servers", default=names, help="base of the ratios: the first")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget-seconds", type=float, default=180.0, help="of one workload in one precision")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink the workloads, for a smoke test")
     parser.add_argument("--rate", type=float, default=None, help="arrivals per second of W6")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -225,35 +117,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="requests before each round")
     parser.add_argument("--max-foreign", type=float, default=0.05, help="share of the CPU that others may take")
     parser.add_argument("--retries", type=int, default=3, help="cycles per workload that may be discarded")
-    parser.add_argument(
-        "--models", type=Path, default=HERE.parent / "build" / "demo", help="where exported weights lie"
-    )
+    models = HERE.parent / "build" / "demo"
+    parser.add_argument("--models", type=Path, default=models, help="where exported weights lie")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     options = parse()
-    wanted = options.servers.split(",")
-    unknown = [name for name in wanted if name not in {peer.name for peer in PEERS}]
-    if unknown:
-        print(f"unknown server {unknown[0]!r}: {', '.join(peer.name for peer in PEERS)}", file=sys.stderr)
-        return 2
-    running: list[Running] = []
-    try:
-        running = launch([peer for name in wanted for peer in PEERS if peer.name == name], options)
-        if not running:
-            print("no server to measure", file=sys.stderr)
+    for kind, wanted, known in (
+        ("server", options.servers, [peer.name for peer in PEERS]),
+        ("precision", options.precisions, list(PRECISIONS)),
+    ):
+        unknown = [name for name in wanted.split(",") if name not in known]
+        if unknown:
+            print(f"unknown {kind} {unknown[0]!r}: {', '.join(known)}", file=sys.stderr)
             return 2
-        results: list[BenchResult] = []
-        for workload in options.workloads.split(","):
-            results += measure(running, workload, options)
-            write(results, running, options.out)
+    try:
+        tables = run(options, [peer for name in options.servers.split(",") for peer in PEERS if peer.name == name])
     except BenchError as error:
         print(f"run_peers: {error}", file=sys.stderr)
         return 2
-    finally:
-        stop(running)
+    if not tables:
+        print("no server to measure", file=sys.stderr)
+        return 2
+    (options.out / "table.md").write_text("\n".join(tables), encoding="utf-8")
     return 0
 
 

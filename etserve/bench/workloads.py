@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from etserve.bench.errors import BenchError
-from etserve.bench.prompts import Piece, Prompt, PromptMaker
+from etserve.bench.prompts import OPENING_TOKENS, Piece, Prompt, PromptMaker
 from etserve.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceEntry
 
 
@@ -39,6 +39,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None  # arrivals per second
     burstiness: float = 1.0  # shape of the Gamma gaps: 1 is Poisson, below 1 burstier, above 1 more regular
     shared_prefix_tokens: int = 0  # leading part of prompt_tokens that all requests have in common
+    num_repeats: int = 1  # how many times a prompt says its own passage: above 1 the answer goes on copying it
     trace: str | None = None  # the trace file's name
 
 
@@ -76,12 +77,21 @@ STANDARD: dict[str, Workload] = {
     "W6": Workload(
         name="W6", num_requests=180, rate=3.0, prompt_tokens=Lengths(32, 512), output_tokens=Lengths(16, 160)
     ),
+    # What editing code or extracting from a text is like for a drafter: the answer is mostly in the prompt.
+    "W7": Workload(
+        name="W7",
+        num_requests=8,
+        concurrency=1,
+        prompt_tokens=Lengths(384, 384),
+        output_tokens=Lengths(128, 128),
+        num_repeats=3,
+    ),
 }
 W6_SECONDS = 60.0
 
 
 def standard(name: str, *, rate: float | None = None) -> Workload:
-    """One of W1 to W6; `rate` replaces W6's, which keeps its 60 seconds. Raises BenchError for another name."""
+    """One of W1 to W7; `rate` replaces W6's, which keeps its 60 seconds. Raises BenchError for another name."""
     workload = STANDARD.get(name.upper())
     if workload is None:
         raise BenchError(f"unknown workload {name!r}: {', '.join(STANDARD)} or custom")
@@ -171,6 +181,8 @@ def _arrivals(workload: Workload, generator: np.random.Generator) -> list[float 
 
 def _prompts(workload: Workload, num_in: list[int], maker: PromptMaker, seed: int) -> list[Prompt]:
     shared = workload.shared_prefix_tokens
+    if workload.num_repeats > 1:
+        return [_repeated(count, workload.num_repeats, maker, (seed, i)) for i, count in enumerate(num_in)]
     if not shared:
         return [maker.prompt(count, (seed, i)) for i, count in enumerate(num_in)]
     if shared >= min(num_in):
@@ -180,6 +192,14 @@ def _prompts(workload: Workload, num_in: list[int], maker: PromptMaker, seed: in
         maker.joined([prefix, maker.piece(count - shared, (seed, i), leading_space=True)])
         for i, count in enumerate(num_in)
     ]
+
+
+def _repeated(num_tokens: int, num_repeats: int, maker: PromptMaker, key: tuple[int, ...]) -> Prompt:
+    """One passage over and over, behind an opening of what does not divide."""
+    size, rest = divmod(maker.body_tokens(num_tokens) - OPENING_TOKENS, num_repeats)
+    opening = maker.piece(OPENING_TOKENS + rest, (*key, 0))
+    passage = maker.piece(size, (*key, 1), leading_space=True)
+    return maker.joined([opening, *[passage] * num_repeats])
 
 
 def _hashed_prompt(entry: TraceEntry, maker: PromptMaker, seed: int, blocks: dict[tuple[int, int], Piece]) -> Prompt:

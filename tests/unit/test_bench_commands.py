@@ -157,5 +157,6 @@ def test_a_peer_that_is_not_there_is_said() -> None:
         env=environment,
     )
     assert done.returncode == 2
-    assert "llama.cpp: not measured, ETSERVE_PEER_LLAMA_SERVER is not set" in done.stdout
-    assert "vLLM: not measured, ETSERVE_PEER_VLLM_PYTHON is not set" in done.stdout
+    assert "llama.cpp: not measured in bf16, ETSERVE_PEER_LLAMA_SERVER is not set" in done.stdout
+    assert "vLLM: not measured in bf16, ETSERVE_PEER_VLLM_PYTHON is not set" in done.stdout
+    assert "vLLM: not measured in q8_0, it does not run q8_0 weights" in done.stdout

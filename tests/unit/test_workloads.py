@@ -22,6 +22,7 @@ IDS = PromptMaker(unit_tokenizer(), send_ids=True)  # cheaper where the text doe
         ("W3", 64, 32, 256, 128),
         ("W4", 8, 8, 1536, 256),
         ("W5", 32, 32, 1056, 64),
+        ("W7", 8, 1, 384, 128),
     ],
 )
 def test_closed_loops_ask_for_their_fixed_lengths(
@@ -41,6 +42,15 @@ def test_w5_shares_its_first_1024_tokens_and_nothing_more() -> None:
     assert all(len(each) == 1056 for each in ids)
     assert len({tuple(each[:1024]) for each in ids}) == 1
     assert len({tuple(each[1024:1040]) for each in ids}) == 32
+
+
+def test_w7_says_its_passage_three_times_and_each_request_has_its_own() -> None:
+    planned = workloads.plan(workloads.standard("W7"), MAKER, seed=1)
+    prompts = [unit_tokenizer().encode(str(request.prompt.content)) for request in planned]
+    size = (384 - 11) // 3
+    passages = {tuple(ids[-size:]) for ids in prompts}
+    assert all(ids[-size:] == ids[-2 * size : -size] == ids[-3 * size : -2 * size] for ids in prompts)
+    assert len(passages) == len(prompts)
 
 
 def test_w6_arrives_for_a_minute_at_its_rate_with_mixed_lengths() -> None:
@@ -101,7 +111,7 @@ def test_a_scale_outside_its_range_is_refused(factor: float) -> None:
 
 def test_unknown_workloads_and_pointless_rates_are_refused() -> None:
     with pytest.raises(BenchError, match="W1, W2"):
-        workloads.standard("W7")
+        workloads.standard("W9")
     with pytest.raises(BenchError, match="takes no rate"):
         workloads.standard("W1", rate=2.0)
 
