@@ -75,6 +75,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_prompt_tokens: int = 0  # these three are filled in the last output
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared
     num_output_tokens: int = 0
+    num_drafted_tokens: int = 0  # computed on a guess; with num_accepted_tokens in the last output
+    num_accepted_tokens: int = 0  # of them, in the output
     entropy_summary: EntropySummary | None = None  # in the last output, when params.trace is not "none"
     timings: "RequestTimings | None" = None  # in the last output
 
@@ -150,4 +152,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     pruning_sketch_bits: int = 0  # 0: attention cannot skip blocks
+    speculation: str = "off"  # what guesses tokens
     can_evict: bool = False  # attention can do without blocks of a sequence

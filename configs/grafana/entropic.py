@@ -153,6 +153,10 @@ def _order() -> Sequence[Panel]:
               quantiles(age, 0.5, 0.95, 0.99)),
         lines("Forced inclusions", "Sequences per second that were served only because they waited too long.", "ops",
               [(rate("etserve_starvation_forced_total"), "forced")], limit=0.1),
+        lines("Guessed tokens", "Tokens computed on a guess, and those of them that were drawn so, per second: each of "
+              "these spared its sequence a step.", "ops",
+              [(rate("etserve_draft_tokens_total"), "guessed"),
+               (rate("etserve_draft_tokens_accepted_total"), "accepted")], limit=0.1),
     ]  # fmt: skip
 
 

@@ -167,6 +167,7 @@ def assemble(
         weight_bytes=decoder.weight_bytes,
         kv_cache_bytes=runner.cache_bytes,
         pruning_sketch_bits=config.pruning_sketch_bits,
+        speculation=config.control.speculation,
         can_evict=can_evict,
     )
     return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)

@@ -83,6 +83,8 @@ class ChoiceRenderer:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens,
             num_output_tokens=seq.num_output_tokens,
+            num_drafted_tokens=seq.drafted.num_drafted,
+            num_accepted_tokens=seq.drafted.num_accepted,
             entropy_summary=None if seq.params.trace == "none" else _summary(seq, now),
             timings=_timings(seq, now),
         )
@@ -141,6 +143,8 @@ def join(first: SequenceOutput, last: SequenceOutput) -> SequenceOutput:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
         num_output_tokens=last.num_output_tokens,
+        num_drafted_tokens=last.num_drafted_tokens,
+        num_accepted_tokens=last.num_accepted_tokens,
         entropy_summary=last.entropy_summary,
         timings=last.timings,
     )

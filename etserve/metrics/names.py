@@ -146,6 +146,10 @@ class Series:
         self.sequences_evicted = self._counter(
             "etserve_sequences_evicted", "Sequences that lost their first KV block to eviction."
         )
+        self.draft_tokens = self._counter("etserve_draft_tokens", "Tokens computed on a guess.")
+        self.draft_tokens_accepted = self._counter(
+            "etserve_draft_tokens_accepted", "Guessed tokens that were drawn so: each spares its sequence a step."
+        )
         self.prune_fallback = self._counter(
             "etserve_prune_fallback", "Times that skipping stepped back, by reason.", ["reason"]
         )

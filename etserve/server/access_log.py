@@ -34,6 +34,8 @@ def log_request(
             "prompt_tokens": record.num_prompt_tokens,
             "cached_tokens": record.num_cached_tokens,
             "output_tokens": record.num_output_tokens,
+            "drafted_tokens": record.num_drafted_tokens,
+            "accepted_tokens": record.num_accepted_tokens,
             "finish_reasons": record.finish_reasons,
         }
     log_facts(_log, level, "request", **facts)

@@ -221,6 +221,8 @@ def _options(model: ModelInfo | None) -> dict[str, Any]:
     if model is not None and model.pruning_sketch_bits == 0:
         reason = "This server keeps no key sketches to skip by (--pruning-sketch-bits)."
         options |= {name: {"offered": False, "reason": reason} for name in _PRUNING_OPTIONS if name in offered}
+    if model is not None and model.speculation == "off":
+        options["speculation"] = {"offered": False, "reason": "This server guesses no tokens (--speculation)."}
     if model is not None and not model.can_evict:
         reason = "It takes the CPU, and a model without a sliding window."
         options |= {name: {"offered": False, "reason": reason} for name in ("eviction", "block_budget")}

@@ -17,6 +17,8 @@ class GenerationRecord:
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_drafted_tokens: int = 0  # computed on a guess
+    num_accepted_tokens: int = 0  # of them
     first_token_seconds: float | None = None  # since the request's arrival
     finish_reasons: list[str] = field(default_factory=list)  # of the choices that ended; "abort" where a client left
 
@@ -25,5 +27,7 @@ class GenerationRecord:
         self.num_output_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self.finish_reasons.append(output.finish_reason)
+            self.num_drafted_tokens += output.num_drafted_tokens
+            self.num_accepted_tokens += output.num_accepted_tokens
             if output.choice == 0:
                 self.num_cached_tokens += output.num_cached_tokens

@@ -48,11 +48,15 @@ class Usage:
         self._facts = facts
         self._num_cached = [0] * len(facts.prompts)
         self._num_output = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
         self._entropic: dict[str, float] = {}
 
     def add(self, prompt_index: int, output: SequenceOutput) -> None:
         """Count a finished choice."""
         self._num_output += output.num_output_tokens
+        self._num_drafted += output.num_drafted_tokens
+        self._num_accepted += output.num_accepted_tokens
         if output.choice == 0:
             self._num_cached[prompt_index] = output.num_cached_tokens
         if output.entropy_summary is not None:
@@ -60,7 +64,10 @@ class Usage:
                 self._entropic[name] = self._entropic.get(name, 0) + getattr(output.entropy_summary, name)
 
     def shape(self) -> dict[str, Any]:
-        """OpenAI's usage object; a prompt counts once, however many choices it has."""
+        """OpenAI's usage object; a prompt counts once, however many choices it has.
+
+        Rejected tokens are guesses that were computed in vain: they are no part of completion_tokens.
+        """
         num_prompt = sum(len(prompt) for prompt in self._facts.prompts)
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
@@ -68,6 +75,11 @@ class Usage:
             "total_tokens": num_prompt + self._num_output,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
+        if self._num_drafted:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._num_accepted,
+                "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+            }
         if self._facts.trace != "none":
             usage["entropic"] = self._entropic
         return usage

@@ -9,6 +9,7 @@ from etserve.config import BLOCK_SIZE, ControlConfig
 from etserve.control.draft import DraftLaw
 from etserve.engine.llm_engine import LLMEngine
 from etserve.engine.streams import merge
+from etserve.errors import RequestError
 from etserve.outputs import GenerateRequest, SequenceOutput, StepStats
 from etserve.sampling_params import EntropicParams, Grammar
 from etserve.scheduler.speculation import Speculation
@@ -16,6 +17,7 @@ from etserve.sequence import Sequence
 from tests.engine.helpers import PROMPTS, load_unit, make_engine, request, run, run_steps
 
 Outputs = dict[tuple[str, int], SequenceOutput]
+NO_DRAFTS = {"num_drafted_tokens": 0, "num_accepted_tokens": 0}
 EAGER = DraftLaw(max_tokens=11, row_cost=1e-9)  # drafts whatever it costs, unless entropy is beyond 5 nats
 NGRAM = ControlConfig(speculation="ngram", draft_row_cost=1e-6, max_draft_tokens=7)
 
@@ -43,7 +45,7 @@ def told(output: SequenceOutput) -> SequenceOutput:
     summary = output.entropy_summary
     if summary is not None:
         summary = msgspec.structs.replace(summary, tau_per_gflop=0.0, tau_per_gb=0.0, tau_per_second=0.0)
-    return msgspec.structs.replace(output, timings=None, entropy_summary=summary, num_cached_tokens=0)
+    return msgspec.structs.replace(output, timings=None, entropy_summary=summary, num_cached_tokens=0, **NO_DRAFTS)
 
 
 def drafting(engine: LLMEngine, drafter: Any, law: DraftLaw = EAGER) -> LLMEngine:
@@ -119,6 +121,10 @@ def test_whatever_is_drafted_every_measured_bit_is_the_plain_engine_s(
     assert len(prophet.forgotten) == len(plain)
     drawn = sum(len(one.entropies) for one in stats)
     assert drawn == sum(output.num_output_tokens for output in found.values())
+    drafted, accepted = sum(one.num_drafted_tokens for one in stats), sum(one.num_accepted_tokens for one in stats)
+    assert drafted == sum(output.num_drafted_tokens for output in found.values())
+    assert accepted >= sum(output.num_accepted_tokens for output in found.values())  # some lay behind a stop string
+    assert (accepted > 0) == (flaw > 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -238,6 +244,12 @@ def test_where_blocks_may_be_skipped_nothing_is_drafted_and_the_output_is_the_sa
     assert_same(found, plain)
     assert min(entry.kept_fraction for entry in found["long", 0].entropies) < 1.0
     assert len(stats) < 60  # below 512 tokens of context the second one drafts
+
+
+def test_a_request_can_refuse_guesses_but_not_ask_for_them_where_there_are_none() -> None:
+    with pytest.raises(RequestError) as caught:
+        make_engine().add_request(request("a", "a", entropic=EntropicParams(speculation="on")))
+    assert caught.value.param == "entropic.speculation"
 
 
 def test_with_speculation_off_the_scheduler_has_no_drafter() -> None:

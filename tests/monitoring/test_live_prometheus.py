@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian package) is not installed"),
 ]
+GUESSING = ("--speculation", "ngram")
 ENTROPIC = ROOT / "configs" / "entropic.toml"
 VARIABLES = {"$__rate_interval": "20s", "$instance": ".+", "$model": ".+"}
 PATIENCE_SECONDS = 90.0
@@ -65,7 +66,7 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    running = start_server(log, "--num-kv-blocks", "1000", "--config", str(ENTROPIC), model=str(UNIT_MODEL))
+    running = start_server(log, "--num-kv-blocks", "1000", "--config", str(ENTROPIC), *GUESSING, model=str(UNIT_MODEL))
     yield running
     assert stop_server(running) == 0, log.read_text()
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from etserve.sampling_params import EntropicParams
+from etserve.outputs import SequenceOutput
+from etserve.sampling_params import EntropicParams, SamplingParams
+from etserve.server.replies import ReplyFacts, Usage
 from tests.fakes import FakeEngine, fake_model_info
 from tests.server.helpers import TOKENIZER, call, complete, events
 
@@ -214,6 +216,7 @@ def test_an_option_that_is_not_offered_is_refused_by_name(name: str) -> None:
         ("target_entropy_nats", -0.1),
         ("target_entropy_nats", 20.5),
         ("pruning", True),
+        ("speculation", "ngram"),
         ("epsilon", 0.6),
         ("epsilon", -0.1),
         ("kv_protect", 1),
@@ -228,7 +231,13 @@ def test_an_entropic_option_that_is_not_offered_or_out_of_bounds_is_refused_by_n
 
 def test_entropic_options_reach_the_engine() -> None:
     engine = FakeEngine()
-    wanted = {"temperature_mode": "cool", "target_entropy_nats": 1.5, "pruning": "on", "epsilon": 0.2}
+    wanted = {
+        "temperature_mode": "cool",
+        "target_entropy_nats": 1.5,
+        "pruning": "on",
+        "epsilon": 0.2,
+        "speculation": "off",
+    }
     assert complete(engine, entropic={**wanted, "kv_protect": False}).status_code == 200
     assert engine.seen[0].params.entropic == EntropicParams(**wanted, kv_protect=False)  # type: ignore[arg-type]
     complete(engine)
@@ -306,3 +315,13 @@ def test_another_model_is_not_found() -> None:
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] == "model_not_found"
     assert complete(model="unit").status_code == 200
+
+
+def test_guessed_tokens_are_told_in_the_usage_as_openai_names_them() -> None:
+    usage = Usage(ReplyFacts("cmpl-1", "unit", TOKENIZER, [[1, 2]], SamplingParams(), "none"))
+    output = SequenceOutput(request_id="a", num_output_tokens=9, num_drafted_tokens=8, num_accepted_tokens=5)
+    usage.add(0, output)
+    usage.add(0, SequenceOutput(request_id="a", choice=1, num_output_tokens=4))
+    told = usage.shape()
+    assert told["completion_tokens_details"] == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 3}
+    assert told["completion_tokens"] == 13

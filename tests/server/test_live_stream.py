@@ -219,3 +219,11 @@ def test_skipping_is_offered_where_sketches_are_kept(bits: int) -> None:
     pruning = call("GET", "/v1/entropic", engine=engine).json()["options"]["pruning"]
     assert pruning["offered"] is (bits > 0)
     assert ("sketches" in pruning.get("reason", "")) is (bits == 0)
+
+
+@pytest.mark.parametrize("drafter", ["off", "ngram"])
+def test_guessing_is_offered_where_the_server_guesses(drafter: str) -> None:
+    engine = FakeEngine(info=fake_model_info(speculation=drafter))
+    option = call("GET", "/v1/entropic", engine=engine).json()["options"]["speculation"]
+    assert option["offered"] is (drafter == "ngram")
+    assert ("guesses" in option.get("reason", "")) is (drafter == "off")
