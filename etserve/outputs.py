@@ -89,6 +89,16 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     decode_seconds: float
 
 
+class SequenceBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The KV blocks of one running sequence after a step."""
+
+    request_id: str
+    choice: int
+    num_blocks: int  # of its context, evicted ones included
+    num_evicted: int  # given back for good
+    kept_fraction: float  # of those it holds, the share that the step's attention read
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step did and measured. Counts are of this step, gauges are after it."""
 
@@ -123,6 +133,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_skipped: int = 0  # block reads spared, over layers and KV heads
     num_blocks_evicted: int = 0  # taken from running sequences for good
     num_sequences_evicted: int = 0  # that lost their first block
+    kv_map: list[SequenceBlocks] = []  # of the sequences computed, while somebody watches
     prune_fallbacks: dict[str, int] = {}  # why skipping stepped back -> how often (control/choice.py FALLBACKS)
     num_saturated_low: int = 0  # tokens at which the thermostat was clamped, by side
     num_saturated_high: int = 0

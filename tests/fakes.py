@@ -14,6 +14,7 @@ from etserve.outputs import (
     GenerateRequest,
     ModelInfo,
     RequestTimings,
+    SequenceBlocks,
     SequenceOutput,
     StepStats,
     TokenEntropy,
@@ -100,6 +101,8 @@ class FakeEngine:
     is_draining: bool = False
     is_stopped: bool = False
     num_restarts: int = 0
+    is_watched: bool = False
+    kept_fraction: float = 0.5  # of the blocks it says it reads while watched; one in eight is evicted
 
     async def start(self) -> ModelInfo:
         await asyncio.sleep(self.start_seconds)
@@ -230,6 +233,10 @@ class FakeEngine:
             tau_nats=0.125 * drawn,
             tau_up_nats=0.0625 * drawn,
             nats_resolved=0.5 * drawn,
+            kv_map=[
+                SequenceBlocks(request_id, 0, num_blocks=64, num_evicted=8, kept_fraction=self.kept_fraction)
+                for request_id in (self.running if self.is_watched else ())
+            ],
         )
         for listener in self.listeners:
             listener(stats, outputs)
@@ -260,6 +267,9 @@ class FakeEngine:
             estimated_wait_seconds=0.25,
             tau_nats_per_second=1.5,
         )
+
+    def watch(self, is_watched: bool) -> None:
+        self.is_watched = is_watched
 
     def add_step_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)

@@ -56,6 +56,9 @@ class AsyncEngine(Protocol):
     def add_step_listener(self, listener: Callable[[StepStats, list[SequenceOutput]], None]) -> None:
         """Call `listener` on the event loop with what each step reported (metrics, live page)."""
 
+    def watch(self, is_watched: bool) -> None:
+        """Say whether somebody looks: reports then tell of each sequence's blocks (StepStats.kv_map)."""
+
     async def drain(self, timeout_seconds: float) -> bool:
         """Refuse new requests, wait for the running ones; True if all of them finished in time."""
 

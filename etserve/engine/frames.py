@@ -34,6 +34,12 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Whether somebody looks at the engine: its reports then hold StepStats.kv_map."""
+
+    is_on: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End after this message; open requests are dropped."""
 
@@ -57,7 +63,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     num_accepted: int
 
 
-ToEngine = Configure | AddRequest | AbortRequest | Shutdown
+ToEngine = Configure | AddRequest | AbortRequest | Watch | Shutdown
 FromEngine = Ready | StartFailed | StepDone
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ import msgspec
 from etserve.config import EngineConfig
 from etserve.engine.admission import Queue, Rates, check_queue, check_request
 from etserve.engine.client import EngineHealth, EngineLoad, EngineState
-from etserve.engine.frames import AbortRequest, AddRequest, StepDone, ToEngine
+from etserve.engine.frames import AbortRequest, AddRequest, StepDone, ToEngine, Watch
 from etserve.engine.open_requests import OpenRequest, OutputIterator
 from etserve.engine.steering import check_steering
 from etserve.errors import EngineUnavailableError, RequestError
@@ -49,6 +49,7 @@ class EngineFront:
         self._idle.set()
         self._failed = asyncio.Event()
         self._num_restarts = 0
+        self._is_watched = False
 
     # --- for subclasses to provide
 
@@ -126,6 +127,12 @@ class EngineFront:
         """
         self._listeners.append(listener)
 
+    def watch(self, is_watched: bool) -> None:
+        """See AsyncEngine.watch."""
+        self._is_watched = is_watched
+        if self._can_post:
+            self._post(Watch(is_watched))
+
     async def drain(self, timeout_seconds: float) -> bool:
         """See AsyncEngine.drain."""
         if self._state != "failed":
@@ -151,6 +158,8 @@ class EngineFront:
         self._last_step_at = self._now()
         if self._state != "draining":
             self._state = "ready"
+        if self._is_watched:
+            self._post(Watch(True))
 
     def _become_failed(self, detail: str, error_code: str) -> None:
         self._state, self._detail = "failed", detail
@@ -199,7 +208,7 @@ class EngineFront:
         if request.request_id in self._open:
             raise RequestError("The request id is in use.")
         check_request(request, self._info)
-        check_steering(request.params, self._config.control, self._info.pruning_sketch_bits)
+        check_steering(request.params, self._config.control, self._info.pruning_sketch_bits, self._info.can_evict)
         if request.params.grammar is not None:
             validate_grammar(request.params.grammar)
         check_queue(self._queue(), request, self._config, self._rates)

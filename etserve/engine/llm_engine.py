@@ -12,6 +12,7 @@ import msgspec
 from etserve.config import EngineConfig
 from etserve.engine.admission import check_request
 from etserve.engine.costs import CostMeter
+from etserve.engine.kv_map import sequence_blocks
 from etserve.engine.rendering import ChoiceRenderer, join
 from etserve.engine.steering import check_steering, drafts_ahead, start_control
 from etserve.engine.step_stats import StepMeter
@@ -61,6 +62,7 @@ class LLMEngine:
         self._renderers: dict[int, ChoiceRenderer] = {}  # by seq_id, of the choices that have not ended
         self._requests: dict[str, list[Sequence]] = {}  # their sequences by request_id
         self._pending: list[SequenceOutput] = []  # written outside a step
+        self.is_watched = False  # steps tell of each sequence's blocks
 
     @property
     def has_work(self) -> bool:
@@ -117,7 +119,10 @@ class LLMEngine:
         self._scheduler.update(plan, result)
         outputs, self._pending = self._pending, []
         outputs += self._render(plan, result, meter)
-        return outputs, meter.stats(plan, result, self._scheduler, self._costs)
+        stats = meter.stats(plan, result, self._scheduler, self._costs)
+        if self.is_watched:
+            stats = msgspec.structs.replace(stats, kv_map=sequence_blocks(plan, result))
+        return outputs, stats
 
     # --- parts of a step
 

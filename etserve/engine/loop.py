@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from etserve.engine.frames import AbortRequest, AddRequest, Configure, FrameError, Shutdown, StepDone, ToEngine
+from etserve.engine.frames import AbortRequest, AddRequest, Configure, FrameError, Shutdown, StepDone, ToEngine, Watch
 from etserve.engine.llm_engine import LLMEngine
 from etserve.errors import RequestError
 from etserve.outputs import GenerateRequest
@@ -21,6 +21,8 @@ def run_engine(engine: LLMEngine, receive: Receive, send: Callable[[StepDone], N
                     _add(engine, request)
                 case AbortRequest(request_id):
                     engine.abort(request_id)
+                case Watch(is_on):
+                    engine.is_watched = is_on
                 case Shutdown():
                     return
                 case Configure():

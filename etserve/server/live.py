@@ -111,7 +111,7 @@ class LiveFeed:
         if not self._viewers:
             self._last_frame = self._now() - FRAME_SECONDS
         self._viewers.add(viewer)
-        self._state.is_watched = True
+        self._watch(True)
         self._schedule(FRAME_SECONDS)
         return viewer
 
@@ -119,7 +119,7 @@ class LiveFeed:
         """Forget a viewer. Idempotent; without any, nothing is gathered."""
         self._viewers.discard(viewer)
         if not self._viewers:
-            self._state.is_watched = False
+            self._watch(False)
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -130,6 +130,11 @@ class LiveFeed:
         for viewer in list(self._viewers):
             viewer.close()
             self.unsubscribe(viewer)
+
+    def _watch(self, is_watched: bool) -> None:
+        if self._state.is_watched != is_watched:
+            self._state.is_watched = is_watched
+            self._engine.watch(is_watched)
 
     def _schedule(self, seconds: float) -> None:
         """Send a frame `seconds` after the last one, or as soon as possible; an earlier date stands."""

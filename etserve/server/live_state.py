@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from etserve.control.clock import EntropyClock
-from etserve.outputs import FinishReason, SequenceOutput, StepStats
+from etserve.outputs import FinishReason, SequenceBlocks, SequenceOutput, StepStats
 
 MAX_TRACKED = 4096  # sequences; beyond it the one that was silent longest is forgotten
 MAX_SHOWN = 64  # sequences in one frame
@@ -20,7 +20,8 @@ class _Tracked:
     clock: EntropyClock = field(default_factory=EntropyClock)
     varentropy: float | None = None
     temperature: float | None = None
-    kept_fraction: float | None = None  # None: its client does not trace tokens
+    kept_fraction: float | None = None  # None: not told yet
+    blocks: SequenceBlocks | None = None  # None: not told yet
     recent: list[float] = field(default_factory=list)  # entropies since the last frame
     finish_reason: FinishReason | None = None
 
@@ -85,6 +86,9 @@ class LiveState:
             elif self.is_watched:
                 tracked.finish_reason = output.finish_reason
                 self._ended[key] = tracked
+        for blocks in stats.kv_map:
+            if (found := self._tracked.get((blocks.request_id, blocks.choice))) is not None:
+                found.blocks, found.kept_fraction = blocks, blocks.kept_fraction
         if not stats.num_running and not stats.num_waiting:
             self._tracked.clear()  # also those that a lost engine never ended
         while len(self._tracked) > MAX_TRACKED:
@@ -148,9 +152,19 @@ def _shape(key: _Key, tracked: _Tracked) -> dict[str, Any]:
         "mean_entropy_nats": clock.mean_entropy_nats,
         "temperature": tracked.temperature,
         "kept_fraction": tracked.kept_fraction,
+        "blocks": _shares(tracked.blocks),
         "entropies_nats": tracked.recent,
         "finish_reason": tracked.finish_reason,
     }
+
+
+def _shares(blocks: SequenceBlocks | None) -> dict[str, int] | None:
+    """How many of a sequence's blocks its latest step read and skipped, on average over layers; and those evicted."""
+    if blocks is None:
+        return None
+    num_held = blocks.num_blocks - blocks.num_evicted
+    num_read = round(num_held * blocks.kept_fraction)
+    return {"read": num_read, "skipped": num_held - num_read, "evicted": blocks.num_evicted}
 
 
 def _blocks(stats: StepStats) -> dict[str, int]:

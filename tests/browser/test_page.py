@@ -74,6 +74,20 @@ def test_an_answer_streams_in_and_a_token_tells_its_entropy(open_page: Open, liv
     expect(page.locator("#kv-free")).to_have_text("255")
 
 
+def test_each_sequence_shows_its_blocks_read_skipped_and_evicted(open_page: Open) -> None:
+    with live_server(FakeEngine(step_seconds=0.02)) as live:
+        page = ready(open_page(live.url))
+        wait_until(lambda: live.engine.is_watched)
+        setting(page, "Max tokens", "200")
+        ask(page, "hello")
+        strip = page.locator("#clocks .own .strip")
+        expect(strip).to_have_attribute("aria-label", "28 blocks read, 28 skipped, 8 evicted", timeout=30_000)
+        for state, count in (("active", 28), ("skipped", 28), ("evicted", 8)):
+            expect(strip.locator(f".cell.{state}")).to_have_count(count)
+        page.goto("about:blank")
+        wait_until(lambda: not live.engine.is_watched)
+
+
 def test_tokens_are_coloured_and_underlined_by_entropy(open_page: Open, live: Live) -> None:
     page = ready(open_page(live.url))
     ask(page, "hello")

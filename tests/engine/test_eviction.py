@@ -226,3 +226,20 @@ def test_what_is_evicted_is_as_if_masked_from_then_on(backend: str) -> None:
     rest = make_batch([(tokens[first:], first - 32, [7, 2, 5, 1])])
     found = decoder.logits(decoder.forward(dataclasses.replace(rest, positions=rest.positions + 32), cache))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_blocks_of_each_sequence_are_told_only_while_somebody_watches() -> None:
+    engine = engine_of(sketch_bits=2, pruning="on", epsilon=0.3)
+    engine.add_request(long_request(entropic=BUDGET))
+    engine.add_request(long_request("short", PROMPTS[0]))
+    maps = []
+    for step in range(40):
+        engine.is_watched = step >= 20
+        maps.append(engine.step()[1].kv_map)
+    engine.abort("a")
+    engine.abort("short")
+    assert all(not told for told in maps[:20])
+    told = {blocks.request_id: blocks for blocks in maps[-1]}
+    assert told["a"].num_blocks - told["a"].num_evicted == 40
+    assert told["a"].kept_fraction < 1.0 == told["short"].kept_fraction
+    assert told["short"].num_evicted == 0 < told["short"].num_blocks

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from etserve.control.clock import EntropyClock
-from etserve.outputs import SequenceOutput, StepStats, TokenEntropy
+from etserve.outputs import SequenceBlocks, SequenceOutput, StepStats, TokenEntropy
 from etserve.server import live_state
 from etserve.server.live_state import LiveState
 
@@ -100,6 +100,17 @@ def test_a_sequence_that_ended_shows_once_and_choices_are_told_apart() -> None:
     first = {(s["id"], s["choice"]): s["finish_reason"] for s in state.take_frame()["sequences"]}
     assert first == {("a", 0): None, ("a", 1): "stop"}
     assert [s["choice"] for s in state.take_frame()["sequences"]] == [0]
+
+
+def test_the_blocks_of_a_sequence_are_shown_once_told() -> None:
+    state = watched()
+    state.observe(stats_of([1.0, 1.0]), [drawn("a"), drawn("b")])
+    assert [s["blocks"] for s in state.take_frame()["sequences"]] == [None, None]
+    told = [SequenceBlocks("a", 0, 41, 8, 0.3), SequenceBlocks("unknown", 0, 1, 0, 1.0)]
+    state.observe(stats_of([1.0], kv_map=told), [drawn("b")])
+    found = {s["id"]: s for s in state.take_frame()["sequences"]}
+    assert found["a"]["blocks"] == {"read": 10, "skipped": 23, "evicted": 8}
+    assert (found["a"]["kept_fraction"], found["b"]["blocks"]) == (0.3, None)
 
 
 def test_clocks_run_unwatched_but_nothing_is_gathered() -> None:

@@ -6,6 +6,7 @@ import { TOP_NATS, swatch } from "./tokens.js";
 
 const HISTORY = 120; // points of a curve
 const MAX_CELLS = 240;
+const STRIP_CELLS = 64; // of one sequence
 const RETRY_MS = [500, 1000, 2000, 5000];
 const LINGER_MS = 4000; // how long a sequence that has ended stays in sight
 const RATE_FRAMES = 20; // rates are means over this many frames
@@ -120,10 +121,11 @@ class Clock {
     this.curve = new Curve("Entropy, token by token");
     this.tau = element("b", { class: "tau" });
     this.facts = element("span", { class: "quiet small" });
+    this.strip = element("div", { class: "strip", role: "img", "aria-label": "Blocks not told yet" });
     this.dot = element("span", { class: "dot" });
     this.count = element("span", { class: "quiet small" });
     const title = element("span", { class: "title" }, this.dot, name, this.count, this.tau);
-    const text = element("div", { class: "clock-text" }, title, this.curve.node, this.facts);
+    const text = element("div", { class: "clock-text" }, title, this.curve.node, this.strip, this.facts);
     this.node = element("li", { class: isOwn ? "own" : "" }, this.dial.node, text);
   }
 
@@ -133,11 +135,30 @@ class Clock {
     this.values = [...this.values, ...sequence.entropies_nats].slice(-HISTORY);
     this.curve.draw(this.values, TOP_NATS);
     swatch(this.dot, sequence.entropy_nats);
+    if (sequence.blocks) showStrip(this.strip, sequence.blocks);
     const kept = sequence.kept_fraction === null ? "" : ` · kept ${percent(sequence.kept_fraction)}`;
     const end = sequence.finish_reason ? ` · ${sequence.finish_reason}` : "";
     const numbers = `H ${number(sequence.entropy_nats)} · T ${number(sequence.temperature)}`;
     this.count.textContent = `${sequence.num_tokens} tokens${end}`;
     this.facts.textContent = `${numbers}${kept}`;
+  }
+}
+
+/** A sequence's blocks, the read ones first; a state that exists has at least one cell. */
+export function showStrip(strip, { read, skipped, evicted }) {
+  const perCell = Math.max(1, Math.ceil((read + skipped + evicted) / STRIP_CELLS));
+  const counts = { active: read, skipped, evicted };
+  const states = Object.entries(counts).flatMap(([state, count]) => Array(Math.ceil(count / perCell)).fill(state));
+  while (strip.childElementCount < states.length) strip.append(element("span"));
+  while (strip.childElementCount > states.length) strip.lastChild.remove();
+  [...strip.children].forEach((cell, i) => {
+    if (cell.className !== `cell ${states[i]}`) cell.className = `cell ${states[i]}`;
+  });
+  const scale = perCell > 1 ? `; one cell is ${perCell} blocks` : "";
+  const label = `${read} blocks read, ${skipped} skipped, ${evicted} evicted${scale}`;
+  if (strip.title !== label) {
+    strip.title = label;
+    strip.setAttribute("aria-label", label);
   }
 }
 
