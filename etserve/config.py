@@ -1,4 +1,7 @@
-"""Settings: read once from TOML < environment < flags, checked, frozen. The only module that reads the environment."""
+"""Settings: read once from TOML < environment < flags, checked, frozen. The only module that reads the environment.
+
+Below all of them lies what was measured of the model, if anything was.
+"""
 
 import os
 import tomllib
@@ -16,7 +19,7 @@ from etserve.errors import ConfigError
 BLOCK_SIZE = 16  # tokens per KV block, of all layers and KV heads; the native kernels are built for it
 ENVIRONMENT_PREFIX = "ETSERVE_"
 
-Origin = Literal["default", "file", "environment", "flag"]
+Origin = Literal["default", "calibration", "file", "environment", "flag"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -195,6 +198,8 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "control": ControlConfig,
     "server": ServerConfig,
 }
+# What belongs to a model, and so may come from a file that is looked up by it: it switches nothing on.
+CALIBRATED = frozenset({"mean_entropy_nats", "entropy_low_nats", "entropy_high_nats", "epsilon"})
 _CARRIER = "control"  # the engine's field that holds the table of the same name
 
 
@@ -202,14 +207,15 @@ def load_config(
     path: Path | None = None,
     flags: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Mapping[str, str] | None = None,
+    calibration: Path | None = None,
 ) -> Config:
-    """Merge file < environment < flags and check every value.
+    """Merge calibration < file < environment < flags and check every value.
 
     The environment spells a field `ETSERVE_<FIELD>`, whichever its section. Flags that are None are not set.
-    Raises ConfigError with the field's name.
+    `calibration` may set what belongs to a model (CALIBRATED). Raises ConfigError with the field's name.
     """
-    merged = _read_file(path)
-    for source in (_from_environment(os.environ if environment is None else environment), flags or {}):
+    merged: dict[str, dict[str, Any]] = {}
+    for _, source in _sources(path, flags, environment, calibration):
         for section, values in source.items():
             merged.setdefault(section, {}).update({k: v for k, v in values.items() if v is not None})
     if _CARRIER in merged.get("engine", {}):
@@ -226,21 +232,57 @@ def setting_origins(
     path: Path | None = None,
     flags: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Mapping[str, str] | None = None,
+    calibration: Path | None = None,
 ) -> dict[str, dict[str, Origin]]:
     """Say where each field that is set came from, by section; a field that is missing has its default.
 
     Arguments as for `load_config`, which checks them.
     """
-    sources: tuple[tuple[Origin, Mapping[str, Mapping[str, Any]]], ...] = (
+    origins: dict[str, dict[str, Origin]] = {}
+    for origin, sections in _sources(path, flags, environment, calibration):
+        for section, values in sections.items():
+            origins.setdefault(section, {}).update({k: origin for k, v in values.items() if v is not None})
+    return origins
+
+
+def named_model(
+    path: Path | None = None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """The model that these settings name, nothing else of them checked. Raises ConfigError for the file."""
+    found = [source.get("engine", {}).get("model") for _, source in _sources(path, flags, environment, None)]
+    return str(next((name for name in reversed(found) if name is not None), EngineConfig().model))
+
+
+def _sources(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None,
+    environment: Mapping[str, str] | None,
+    calibration: Path | None,
+) -> tuple[tuple[Origin, Mapping[str, Mapping[str, Any]]], ...]:
+    """The weakest first."""
+    return (
+        ("calibration", _read_calibration(calibration)),
         ("file", _read_file(path)),
         ("environment", _from_environment(os.environ if environment is None else environment)),
         ("flag", flags or {}),
     )
-    origins: dict[str, dict[str, Origin]] = {}
-    for origin, sections in sources:
-        for section, values in sections.items():
-            origins.setdefault(section, {}).update({k: origin for k, v in values.items() if v is not None})
-    return origins
+
+
+def calibration_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """The user's own calibrations: etserve/calibration under $XDG_CONFIG_HOME or ~/.config."""
+    given = (os.environ if environment is None else environment).get("XDG_CONFIG_HOME", "")
+    return (Path(given) if Path(given).is_absolute() else Path.home() / ".config") / "etserve" / "calibration"
+
+
+def _read_calibration(path: Path | None) -> dict[str, dict[str, Any]]:
+    found = _read_file(path)
+    others = [section for section in found if section != _CARRIER]
+    others += [f"{_CARRIER}.{name}" for name in found.get(_CARRIER, {}) if name not in CALIBRATED]
+    if others:
+        raise ConfigError(f"{path}: a calibration cannot set {', '.join(others)}")
+    return found
 
 
 def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:

@@ -60,7 +60,7 @@ def settings_of(found: Calibration) -> dict[str, float]:
 
 
 def as_toml(found: Calibration) -> str:
-    """A file for `--config`: the settings, and as comments what they come from."""
+    """A file that a start finds by the model, or for `--config`: the settings, and as comments what they come from."""
     lines = [
         f"# Measured by `etserve calibrate` on {found.model}: {found.num_tokens} tokens of its own text at temperature",
         f"# {found.temperature:g}. Entropies belong to the model: use this file with no other.",
@@ -84,6 +84,7 @@ def as_toml(found: Calibration) -> str:
 def write_calibration(found: Calibration, path: Path) -> None:
     """The settings as TOML, everything measured as JSON beside it. Raises BenchError when a file cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_toml(found), encoding="utf-8")
         path.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     except OSError as error:

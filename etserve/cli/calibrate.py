@@ -9,7 +9,12 @@ from rich.console import Console
 from etserve.cli.options import ConfigFile, read_config, with_config_options
 from etserve.cli.serve import ModelArgument
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="TOML file to write; the measurements go beside it as JSON.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", help="TOML file to write. Default: in ~/.config/etserve/calibration, where a start finds it."
+    ),
+]
 Temperature = Annotated[float, typer.Option(min=0.01, max=2.0, help="That requests will mostly use.")]
 Tokens = Annotated[int, typer.Option(min=64, max=65_536, help="How many tokens the model writes.")]
 ContextTokens = Annotated[int, typer.Option(min=544, max=65_536, help="Context at which epsilon is judged.")]
@@ -18,7 +23,7 @@ ContextTokens = Annotated[int, typer.Option(min=544, max=65_536, help="Context a
 @with_config_options("engine", "control")
 def calibrate(
     model: ModelArgument = None,
-    out: Out = Path("calibration.toml"),
+    out: Out = None,
     temperature: Temperature = 0.8,
     tokens: Tokens = 2048,
     context_tokens: ContextTokens = 1536,
@@ -26,16 +31,23 @@ def calibrate(
     *,
     flags: dict[str, dict[str, Any]],
 ) -> None:
-    """Measure entropies, the target of the thermostat, and how much attention may miss. Start with `--config FILE`."""
+    """Measure entropies, the target of the thermostat, and how much attention may miss.
+
+    Every later command with the model finds the file by itself; any setting given to it goes before the file's.
+    """
     settings = read_config(config, flags, model)
     from etserve.bench.calibrate import calibrate_model
     from etserve.bench.calibration import write_calibration
     from etserve.cli.local import loading
+    from etserve.config import calibration_folder
+    from etserve.models.calibration_files import own_path
+    from etserve.models.files import resolve_model
 
     console = Console(stderr=True)
     with loading(console, "calibrating: the model writes, then reads with blocks skipped"):
         found = calibrate_model(
             settings.engine, temperature=temperature, num_tokens=tokens, context_tokens=context_tokens
         )
-    write_calibration(found, out)
-    typer.echo(str(out))
+    path = out or own_path(resolve_model(settings.engine.model), calibration_folder())
+    write_calibration(found, path)
+    typer.echo(str(path))

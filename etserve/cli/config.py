@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 import typer
 
-from etserve.cli.options import SECTIONS, ConfigFile, read_config, with_config_options
+from etserve.cli.options import (
+    SECTIONS,
+    ConfigFile,
+    find_model_calibration,
+    read_config,
+    with_config_options,
+    with_model,
+)
 from etserve.cli.serve import ModelArgument
 from etserve.config import Config, Origin, setting_origins
 
@@ -29,8 +36,11 @@ def show(
 ) -> None:
     """Print every setting as TOML, with the source it was taken from. API keys are not shown."""
     settings = read_config(config, flags, model)
-    given = {**flags, "engine": {**flags["engine"], "model": model}}
-    typer.echo(as_toml(settings, setting_origins(config, given)), nl=False)
+    calibration = find_model_calibration(config, flags, model)
+    origins = setting_origins(config, with_model(flags, model), calibration=calibration)
+    if calibration is not None:
+        typer.echo(f"# calibration: {calibration}")
+    typer.echo(as_toml(settings, origins), nl=False)
 
 
 def as_toml(config: Config, origins: Mapping[str, Mapping[str, Origin]] | None = None) -> str:

@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 import typer
 
-from etserve.config import Config, ControlConfig, EngineConfig, ServerConfig, load_config
+from etserve.config import (
+    Config,
+    ControlConfig,
+    EngineConfig,
+    ServerConfig,
+    calibration_folder,
+    load_config,
+    named_model,
+)
+from etserve.errors import ModelError
+from etserve.models.calibration_files import find_calibration
+from etserve.models.files import resolve_model
 
 # Never on a command line: other users of the machine can read it.
 SECRET_FIELDS = frozenset({"api_keys"})
@@ -129,10 +140,25 @@ def flag_fields(section: str) -> list[str]:
 
 
 def read_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]], model: str | None) -> Config:
-    """File < environment < flags, with the model as one of the flags."""
+    """Calibration of the model < file < environment < flags, with the model as one of the flags."""
+    given = with_model(flags, model)
+    calibration = find_model_calibration(path, flags, model)
+    return load_config(path, given, calibration=calibration)
+
+
+def with_model(flags: Mapping[str, Mapping[str, Any]], model: str | None) -> dict[str, dict[str, Any]]:
+    """The flags, the model among them."""
     merged = {section: dict(values) for section, values in flags.items()}
     merged.setdefault("engine", {})["model"] = model
-    return load_config(path, merged)
+    return merged
+
+
+def find_model_calibration(path: Path | None, flags: Mapping[str, Mapping[str, Any]], model: str | None) -> Path | None:
+    """What was measured of the model that these settings name; None as well where there is no such model."""
+    try:
+        return find_calibration(resolve_model(named_model(path, with_model(flags, model))), calibration_folder())
+    except (ModelError, OSError):
+        return None  # whoever needs the model says what is wrong with it
 
 
 def _parsed(name: str, value: Any) -> Any:

@@ -1,11 +1,12 @@
 """`etserve serve`."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from etserve.cli.options import ConfigFile, read_config, with_config_options
+from etserve.cli.options import ConfigFile, find_model_calibration, read_config, with_config_options
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="demo, a Hugging Face folder or a .gguf file. Default: demo.", show_default=False)
@@ -30,6 +31,8 @@ def serve(
 
     log_level = settings.server.log_level
     log.configure(log_level)
+    if (calibration := find_model_calibration(config, flags, model)) is not None:
+        log.log_facts(log.get_logger(__name__), logging.INFO, "calibration found", path=str(calibration))
     resolve_model(settings.engine.model)  # a missing file is said at once, not by the engine process
     listener = open_listener(settings.server)
     typer.echo(f"etserve: loading {settings.engine.model}", err=True)
