@@ -152,12 +152,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raises ValueError for settings that contradict each other."""
         if self.control.pruning == "on" and not self.control.can_prune(self.pruning_sketch_bits):
             raise ValueError("pruning takes pruning_sketch_bits of 1 or 2")
-        if self.device == "cuda" and (self.pruning_sketch_bits or self.control.prune_selector != "sketch"):
-            raise ValueError("device cuda skips no blocks yet: pruning_sketch_bits 0, prune_selector sketch")
         if self.device == "cuda" and self.quantize != "none":
             raise ValueError("device cuda runs float weights only: quantize none")
-        if self.device == "cuda" and self.control.speculation != "off":
-            raise ValueError("device cuda drafts no tokens yet: speculation off")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

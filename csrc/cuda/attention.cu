@@ -69,12 +69,14 @@ __global__ void __launch_bounds__(kThreads) attend_partition(EtserveDecode a, Pa
   const int left = group - piece * kHeads;
   const Heads heads{kv_head * group + piece * kHeads, left < kHeads ? left : kHeads};
   const Span span = visible(a, seq);
-  const int first = blockIdx.x * kPartitionBlocks, after = (span.end + kBlockTokens - 1) / kBlockTokens;
-  const int end = first + kPartitionBlocks < after ? first + kPartitionBlocks : after;
+  const Reads reads = reads_of(a, seq, kv_head);
+  const int first = blockIdx.x * kPartitionBlocks;
+  const int end = first + kPartitionBlocks < reads.count ? first + kPartitionBlocks : reads.count;
   if (first >= end) return;
   Warp<T, kHeads, kParts> warp;
   warp.start(a, seq, heads);
-  for (int block = first + threadIdx.x / kWarp; block < end; block += kWarps) {
+  for (int i = first + threadIdx.x / kWarp; i < end; i += kWarps) {
+    const int block = reads.list == nullptr ? i : reads.list[i];
     if ((block + 1) * kBlockTokens <= span.begin) continue;
     const int64_t at = a.block_tables[static_cast<int64_t>(seq) * a.max_blocks + block];
     const T* keys = static_cast<const T*>(a.kv) + (at * 2 * a.num_kv_heads + kv_head) * kBlockTokens * a.head_dim;
@@ -87,11 +89,12 @@ __global__ void __launch_bounds__(kThreads) attend_partition(EtserveDecode a, Pa
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMergeThreads) merge_partitions(EtserveDecode a, Partials partials) {
+__global__ void __launch_bounds__(kMergeThreads, 8) merge_partitions(EtserveDecode a, Partials partials) {
   const int64_t row = blockIdx.x;
-  const Span span = visible(a, static_cast<int>(row / a.num_heads));
-  const int blocks = (span.end + kBlockTokens - 1) / kBlockTokens;
-  const int n = (blocks + kPartitionBlocks - 1) / kPartitionBlocks;
+  const int seq = static_cast<int>(row / a.num_heads), head = static_cast<int>(row % a.num_heads);
+  const Span span = visible(a, seq);
+  const Reads reads = reads_of(a, seq, head / (a.num_heads / a.num_kv_heads));
+  const int n = (reads.count + kPartitionBlocks - 1) / kPartitionBlocks;
   const float* maxima = partials.maximum + row * partials.partitions;
   const float* sums = partials.sum + row * partials.partitions;
   const float* values = partials.values + row * partials.partitions * a.head_dim;
@@ -107,10 +110,21 @@ __global__ void __launch_bounds__(kMergeThreads) merge_partitions(EtserveDecode 
   }
   const float log_sum_exp = top + logf(sum);
   if (threadIdx.x == 0 && a.log_sum_exp != nullptr) a.log_sum_exp[row] = n > 0 ? log_sum_exp : -infinity();
-  for (int b = threadIdx.x; a.block_mass != nullptr && b < a.max_blocks; b += kMergeThreads) {
-    const bool is_read = b < blocks && (b + 1) * kBlockTokens > span.begin;
-    float* mass = a.block_mass + row * a.max_blocks + b;
-    *mass = is_read ? expf(*mass - log_sum_exp) : 0.0f;
+  if (a.block_mass == nullptr) return;
+  float* masses = a.block_mass + row * a.max_blocks;
+  if (reads.list == nullptr) {
+    for (int b = threadIdx.x; b < a.max_blocks; b += kMergeThreads) {
+      const bool is_read = b < reads.count && (b + 1) * kBlockTokens > span.begin;
+      masses[b] = is_read ? expf(masses[b] - log_sum_exp) : 0.0f;
+    }
+    return;
+  }
+  // The lists ascend: between two neighbours, and behind the last, lies what was not read.
+  for (int i = threadIdx.x; i <= reads.count; i += kMergeThreads) {
+    const int to = i < reads.count ? reads.list[i] : a.max_blocks;
+#pragma unroll 1
+    for (int b = i == 0 ? 0 : reads.list[i - 1] + 1; b < to; ++b) masses[b] = 0.0f;
+    if (i < reads.count) masses[to] = expf(masses[to] - log_sum_exp);
   }
 }
 
@@ -158,6 +172,7 @@ extern "C" int etserve_cuda_decode_attention(const EtserveDecode* args, void* st
   const EtserveDecode& a = *args;
   if (a.head_dim < 8 || a.head_dim > 256 || a.head_dim % 8 != 0 || a.num_seqs < 0 || a.num_seqs > 65535) return kInvalidValue;
   if (a.num_kv_heads < 1 || a.num_heads % a.num_kv_heads != 0 || a.num_heads > 65535 || a.max_blocks < 1) return kInvalidValue;
+  if ((a.kept == nullptr) != (a.num_kept == nullptr) || (a.kept != nullptr && a.window > 0)) return kInvalidValue;
   if (a.num_seqs == 0) return 0;
   const int32_t partitions = num_partitions(a.max_blocks);
   const int64_t rows = static_cast<int64_t>(a.num_seqs) * a.num_heads * partitions;

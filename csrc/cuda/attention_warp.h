@@ -13,6 +13,17 @@ __device__ Span visible(const EtserveDecode& a, int seq) {
   return {a.window > 0 && end > a.window ? end - a.window : 0, end};
 }
 
+// The blocks that a KV head reads: the first `count` of them, or those listed.
+struct Reads {
+  const int32_t* list;  // null: all
+  int count;
+};
+__device__ Reads reads_of(const EtserveDecode& a, int seq, int kv_head) {
+  if (a.kept == nullptr) return {nullptr, (a.context_lens[seq] + kBlockTokens - 1) / kBlockTokens};
+  const int64_t head = static_cast<int64_t>(seq) * a.num_kv_heads + kv_head;
+  return {a.kept + head * a.max_blocks, a.num_kept[head]};
+}
+
 // One softmax on its way, for 8 dimensions of kHeads heads.
 template <int kHeads>
 struct Stream {

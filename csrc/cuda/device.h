@@ -132,6 +132,23 @@ __device__ float block_max(float value) {
   return top;
 }
 
+// Sum of the values of the threads up to and with this one, and of all.
+template <int kThreads, class T>
+__device__ T block_scan(T value, T& total) {
+  ETSERVE_SHARED(T, parts, kThreads / kWarp);
+  const T within = warp_inclusive_scan(value);
+  __syncthreads();  // the last call's results are read
+  if (threadIdx.x % kWarp == kWarp - 1) parts[threadIdx.x / kWarp] = within;
+  __syncthreads();
+  T before = 0;
+  total = 0;
+  for (int w = 0; w < kThreads / kWarp; ++w) {
+    if (w < static_cast<int>(threadIdx.x) / kWarp) before += parts[w];
+    total += parts[w];
+  }
+  return before + within;
+}
+
 #ifdef ETSERVE_EMULATE
 template <class... Wanted, class... Given>
 int launch(void (*kernel)(Wanted...), dim3 grid, unsigned threads, void*, Given... given) {

@@ -12,6 +12,7 @@
 
 #define __global__
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
@@ -90,6 +91,18 @@ T atomicAdd(T* where, T value) {
   const T before = *where;
   *where += value;
   return before;
+}
+inline int __float2int_rn(float x) { return static_cast<int>(std::lrint(x)); }
+inline int __dp4a(int a, int b, int sum) {
+  for (int shift = 0; shift < 32; shift += 8)
+    sum += static_cast<int8_t>(a >> shift) * static_cast<int8_t>(b >> shift);
+  return sum;
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  return out;
 }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline float __expf(float x) { return std::exp(x); }

@@ -85,22 +85,6 @@ struct Sequence {
   }
 };
 
-// How many of the threads before this one bring true, and how many in all.
-__device__ int count_before(bool mine, int& total) {
-  ETSERVE_SHARED(int, parts, kThreads / kWarp);
-  const int within = warp_inclusive_scan(mine ? 1 : 0);
-  __syncthreads();
-  if (threadIdx.x % kWarp == kWarp - 1) parts[threadIdx.x / kWarp] = within;
-  __syncthreads();
-  int before = within - (mine ? 1 : 0);
-  total = 0;
-  for (int w = 0; w < kThreads / kWarp; ++w) {
-    if (w < static_cast<int>(threadIdx.x) / kWarp) before += parts[w];
-    total += parts[w];
-  }
-  return before;
-}
-
 __global__ void __launch_bounds__(kThreads) evict(EtserveEvict a) {
   const int seq = blockIdx.x;
   const Sequence s{a, static_cast<int64_t>(seq) * a.max_blocks, a.num_held[seq], a.num_sequence_blocks[seq]};
@@ -126,8 +110,8 @@ __global__ void __launch_bounds__(kThreads) evict(EtserveEvict a) {
     const bool stays = i < s.held && a.ranks[s.first + i] >= limit;
     const Block block = stays ? s.load(i) : Block{};
     int total;
-    const int before = count_before(stays, total);  // its barriers part all loads of the tile from the stores
-    if (stays) s.store(kept + before, block);
+    const int place = kept + block_scan<kThreads>(stays ? 1 : 0, total) - 1;  // its barriers part all loads of the tile from the stores
+    if (stays) s.store(place, block);
     kept += total;
   }
   __syncthreads();

@@ -91,6 +91,49 @@ typedef struct {
 } EtserveRope;
 int etserve_cuda_rope_and_write(const EtserveRope* args, void* stream);
 
+// Key sketches of the blocks whose last token is among this step's, from the keys in the cache; after rope_and_write.
+// Layout: csrc/cuda/sketch.h. Semantics: etserve/kernels/reference_sketch.py.
+typedef struct {
+  const void* kv;  // one layer's cache
+  int32_t dtype;   // any
+  int32_t bits;    // 1 or 2 per dimension
+  int32_t num_kv_heads;
+  int32_t head_dim;      // a multiple of 8 in 8 .. 256
+  int64_t tokens;
+  const int64_t* slots;  // [tokens], as in EtserveRope
+  const float* signs;    // [head_dim], of the rotation
+  void* sketches;        // [num_blocks][num_kv_heads][etserve_cuda_sketch_bytes(head_dim, bits)]
+} EtserveSketch;
+int etserve_cuda_sketch(const EtserveSketch* args, void* stream);
+int64_t etserve_cuda_sketch_bytes(int32_t head_dim, int32_t bits);
+
+// Which blocks each KV head of a sequence reads. Semantics: etserve/kernels/reference_selection.py.
+typedef struct {
+  const void* q;   // [num_seqs][num_heads][head_dim] of dtype, one row per sequence
+  const void* kv;  // one layer's cache
+  int32_t dtype, bits;  // bits of the sketches, 1 or 2
+  int32_t num_seqs, max_blocks, num_heads, num_kv_heads;
+  int32_t head_dim;  // a multiple of 8 in 8 .. 256
+  int32_t selector;  // 0 sketch, 1 random, 2 recency; the last two want no sketches
+  int32_t sink_blocks, recent_blocks, min_kept_blocks, min_context;  // guards: kernels/selection.py, SelectionRule
+  float scale;
+  double share, min_kept_share;
+  uint64_t seed;
+  const int32_t* block_tables;   // [num_seqs][max_blocks]
+  const int32_t* context_lens;   // [num_seqs]
+  const void* sketches;          // as in EtserveSketch
+  const float* signs;            // [head_dim]
+  const float* epsilon;          // [num_seqs], 0: dense
+  const uint8_t* is_protected;   // null, or [num_seqs][max_blocks]: always read
+  float* log_mass;               // [num_seqs][num_heads][max_blocks], scratch
+  uint32_t* keys;                // [num_seqs][num_kv_heads][max_blocks], scratch
+  int32_t* kept;                 // [num_seqs][num_kv_heads][max_blocks], out: ascending
+  int32_t* num_kept;             // [num_seqs][num_kv_heads], out
+  float* missing;                // [num_seqs][num_kv_heads], out: estimated mass skipped; NaN where a placebo skips
+  float* estimated_mass;         // null, or [num_seqs][num_kv_heads][max_blocks]: what was cut by; NaN where nothing was
+} EtserveSelect;
+int etserve_cuda_select(const EtserveSelect* args, void* stream);
+
 // Attention of one query row per sequence over its paged context, split into partitions of 512 positions.
 typedef struct {
   const void* q;   // [num_seqs][num_heads][head_dim] of dtype, rotated; `scale` is applied inside
@@ -103,7 +146,9 @@ typedef struct {
   float scale;
   const int32_t* block_tables;  // [num_seqs][max_blocks]
   const int32_t* context_lens;  // [num_seqs], at most 16 max_blocks; 0: a padding row, its output is 0
-  float* block_mass;     // null, or [num_seqs][num_heads][max_blocks]: exact softmax mass of each block
+  const int32_t* kept;      // null: all blocks; or EtserveSelect.kept (then window is 0)
+  const int32_t* num_kept;  // null where kept is
+  float* block_mass;     // null, or [num_seqs][num_heads][max_blocks]: exact softmax mass of each block among those read
   float* log_sum_exp;    // null, or [num_seqs][num_heads]
   void* scratch;         // etserve_cuda_decode_scratch_bytes(...), aligned to 16
 } EtserveDecode;

@@ -10,6 +10,7 @@ from etserve.attention.batch import StepBatch
 from etserve.attention.prefill import PrefillRows
 from etserve.config import BLOCK_SIZE
 from etserve.kernels.attention import check_batch
+from etserve.kernels.cuda_selection import DeviceSelection
 from etserve.kernels.reference_attention import slot_mapping
 
 
@@ -20,6 +21,7 @@ class DecodeRows:
     rows: torch.Tensor | None  # int64 [B], among the step's tokens; None: they are all of them, in order
     block_tables: torch.Tensor  # int32 [B, max_blocks]
     context_lens: torch.Tensor  # int32 [B]; 0: a padding row
+    selection: DeviceSelection | None = None  # None: everything is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,14 @@ class DeviceStep:
     logit_rows: torch.Tensor | None  # int64 [R]; None: all tokens, in order
     decode: DecodeRows | None
     prefill: PrefillRows | None
+    last_rows: DecodeRows | None = None  # of the sequences of `prefill`, where masses are wanted
+    wants_block_mass: bool = False
 
 
 def check_step(batch: StepBatch, num_blocks: int, max_position: int, vocab_size: int) -> None:
     """Raise ValueError if the batch points out of range: on the device nobody would look."""
+    if batch.selection is not None:
+        batch.selection.check(*batch.block_tables.shape)
     check_batch(batch.query_start, batch.context_lens, batch.block_tables, len(batch.token_ids), num_blocks)
     if len(batch.positions) != len(batch.token_ids):
         raise ValueError(f"{len(batch.positions)} positions of {len(batch.token_ids)} tokens")
@@ -56,10 +62,13 @@ def upload(batch: StepBatch, device: torch.device) -> DeviceStep:
     def put(values: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    decode = None
-    if len(single):
-        rows = None if not len(several) else put(batch.query_start[single].astype(np.int64))
-        decode = DecodeRows(rows, put(batch.block_tables[single]), put(batch.context_lens[single]))
+    def rows_of(sequences: NDArray[np.int64], *, are_all: bool, selection: DeviceSelection | None) -> DecodeRows:
+        rows = None if are_all else put(batch.query_start[sequences + 1].astype(np.int64) - 1)
+        return DecodeRows(rows, put(batch.block_tables[sequences]), put(batch.context_lens[sequences]), selection)
+
+    selection = _selection(batch, single, device)
+    decode = rows_of(single, are_all=not len(several), selection=selection) if len(single) else None
+    wants_last = len(several) and batch.wants_block_mass
     is_all = len(batch.logit_rows) == len(batch.token_ids)
     return DeviceStep(
         token_ids=put(batch.token_ids),
@@ -68,7 +77,18 @@ def upload(batch: StepBatch, device: torch.device) -> DeviceStep:
         logit_rows=None if is_all else put(batch.logit_rows.astype(np.int64)),
         decode=decode,
         prefill=_prefill_rows(batch, several, device) if len(several) else None,
+        last_rows=rows_of(several, are_all=False, selection=None) if wants_last else None,
+        wants_block_mass=batch.wants_block_mass,
     )
+
+
+def _selection(batch: StepBatch, single: NDArray[np.int64], device: torch.device) -> DeviceSelection | None:
+    """Of the sequences with one token: the others are read densely."""
+    selection = batch.selection
+    if selection is None or not (selection.epsilon[single] > 0.0).any():
+        return None
+    protected = None if selection.protected is None else torch.from_numpy(selection.protected[single]).to(device)
+    return DeviceSelection(torch.from_numpy(selection.epsilon[single]).to(device), protected, selection.rule)
 
 
 def _prefill_rows(batch: StepBatch, several: NDArray[np.int64], device: torch.device) -> PrefillRows:

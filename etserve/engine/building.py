@@ -120,9 +120,9 @@ def assemble(
     max_model_len = fit_context(config, num_blocks, loaded.max_model_len)
     if max_model_len < loaded.max_model_len:
         log_facts(_log, logging.WARNING, "context shortened to what the KV cache holds", max_model_len=max_model_len)
-    can_evict = not spec.sliding_window and config.device == "cpu"
+    can_evict = not spec.sliding_window
     if config.control.eviction != "off" and not can_evict:
-        raise ConfigError("eviction takes the CPU, and a model without a sliding window")
+        raise ConfigError("eviction takes a model without a sliding window")
     eos_token_ids = tuple(loaded.eos_token_ids)
     grammars = GrammarCompiler(
         spec.vocab_size,

@@ -62,7 +62,7 @@ def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: i
 def _check_eviction(wanted: EntropicParams, config: ControlConfig, can_evict: bool) -> None:
     evicts = config.eviction if wanted.eviction is None else wanted.eviction
     if evicts != "off" and not can_evict:
-        raise _refusal("eviction", "it takes the CPU, and a model without a sliding window", "unsupported_parameter")
+        raise _refusal("eviction", "it takes a model without a sliding window", "unsupported_parameter")
     if wanted.block_budget is not None and evicts != "budget":
         raise _refusal("block_budget", "it takes eviction budget")
     if wanted.block_budget is not None and wanted.block_budget < EvictionConfig().min_kept_blocks:

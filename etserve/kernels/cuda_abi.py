@@ -50,7 +50,28 @@ class Decode(ctypes.Structure):
         *(("q", c_void_p), ("out", c_void_p), ("kv", c_void_p), ("dtype", c_int32), ("num_seqs", c_int32)),
         *(("max_blocks", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32)),
         *(("window", c_int32), ("scale", c_float), ("block_tables", c_void_p), ("context_lens", c_void_p)),
+        *(("kept", c_void_p), ("num_kept", c_void_p)),
         *(("block_mass", c_void_p), ("log_sum_exp", c_void_p), ("scratch", c_void_p)),
+    )
+
+
+class Sketch(ctypes.Structure):
+    _fields_ = (
+        *(("kv", c_void_p), ("dtype", c_int32), ("bits", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32)),
+        *(("tokens", c_int64), ("slots", c_void_p), ("signs", c_void_p), ("sketches", c_void_p)),
+    )
+
+
+class Select(ctypes.Structure):
+    _fields_ = (
+        *(("q", c_void_p), ("kv", c_void_p), ("dtype", c_int32), ("bits", c_int32), ("num_seqs", c_int32)),
+        *(("max_blocks", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32)),
+        *(("selector", c_int32), ("sink_blocks", c_int32), ("recent_blocks", c_int32), ("min_kept_blocks", c_int32)),
+        *(("min_context", c_int32), ("scale", c_float), ("share", c_double), ("min_kept_share", c_double)),
+        *(("seed", c_uint64), ("block_tables", c_void_p), ("context_lens", c_void_p), ("sketches", c_void_p)),
+        *(("signs", c_void_p), ("epsilon", c_void_p), ("is_protected", c_void_p), ("log_mass", c_void_p)),
+        *(("keys", c_void_p), ("kept", c_void_p), ("num_kept", c_void_p), ("missing", c_void_p)),
+        ("estimated_mass", c_void_p),
     )
 
 
@@ -81,6 +102,8 @@ LAUNCHERS: dict[str, type[ctypes.Structure]] = {
     "silu_mul": SiluMul,
     "rope_and_write": Rope,
     "decode_attention": Decode,
+    "sketch": Sketch,
+    "select": Select,
     "fold_mass": FoldMass,
     "evict": Evict,
 }
@@ -94,6 +117,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         launcher.argtypes, launcher.restype = (POINTER(struct), c_void_p), c_int
     _declare(library, "row_pass_scratch_bytes", c_int64, c_int64, c_int64, c_int32)
     _declare(library, "decode_scratch_bytes", c_int64, *(c_int32,) * 4)
+    _declare(library, "sketch_bytes", c_int64, c_int32, c_int32)
     _declare(library, "error_string", c_char_p, c_int)
     _declare(library, "is_emulated", c_int)
     _declare(library, "set_emulation_seed", None, c_uint64)

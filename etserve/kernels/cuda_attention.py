@@ -7,6 +7,7 @@ import torch
 from etserve.config import BLOCK_SIZE
 from etserve.kernels.cuda import MAX_HEAD_DIM, CudaKernels
 from etserve.kernels.cuda_library import dtype_code
+from etserve.kernels.cuda_selection import SelectedBlocks
 
 MIN_HEAD_DIM = 8
 
@@ -29,12 +30,14 @@ def decode_attention(
     *,
     scale: float,
     window: int = 0,
+    selected: SelectedBlocks | None = None,
     want_block_mass: bool = False,
 ) -> DecodeOutput:
     """One query row per sequence, q [B, H, D], over kv [num_blocks, 2, Hkv, 16, D], of one dtype.
 
     block_tables int32 [B, max_blocks], context_lens int32 [B] (0: a padding row, whose output is 0), on the device
     and not looked at. D is a multiple of 8 up to 256. window > 0: only the last `window` positions.
+    `selected`: what each KV head reads, None: everything; then the masses are among what is read.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_blocks, _, num_kv_heads, _, _ = kv.shape
@@ -54,9 +57,28 @@ def decode_attention(
     log_sum_exp = q.new_empty(shape[:2], dtype=torch.float32)
     scratch = kernels.scratch("decode", q, num_seqs, max_blocks, num_heads, head_dim)
     sizes = (num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, window)
+    lists = (0, 0)
+    if selected is not None:
+        rows = (num_seqs, num_kv_heads)
+        lists = (
+            kernels.check("kept", selected.kept, torch.int32, (*rows, max_blocks)),
+            kernels.check("num_kept", selected.num_kept, torch.int32, rows),
+        )
     outputs = (0 if mass is None else mass.data_ptr(), log_sum_exp.data_ptr(), scratch.data_ptr())
     kernels.launch(
-        *("decode_attention", q, q_address, out.data_ptr(), kv_address, dtype_code(q), *sizes, scale, *batch, *outputs)
+        *(
+            "decode_attention",
+            q,
+            q_address,
+            out.data_ptr(),
+            kv_address,
+            dtype_code(q),
+            *sizes,
+            scale,
+            *batch,
+            *lists,
+            *outputs,
+        )
     )
     return DecodeOutput(out, log_sum_exp, mass)
 

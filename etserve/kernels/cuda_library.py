@@ -29,8 +29,11 @@ class CudaLibrary:
 
     def scratch(self, name: str, near: torch.Tensor, *sizes: int) -> torch.Tensor:
         """What the launcher `name` wants beside its tensors for such sizes, uint8 [bytes]."""
-        size = getattr(self._library, f"etserve_cuda_{name}_scratch_bytes")(*sizes)
-        return near.new_empty(size, dtype=torch.uint8)
+        return near.new_empty(self.size_of(f"{name}_scratch_bytes", *sizes), dtype=torch.uint8)
+
+    def size_of(self, name: str, *sizes: int) -> int:
+        """The answer of the library's function `name` on sizes."""
+        return int(getattr(self._library, f"etserve_cuda_{name}")(*sizes))
 
     def launch(self, name: str, near: torch.Tensor, *fields: float) -> None:
         """Launch on the current stream of the device that `near` lies on."""

@@ -8,7 +8,7 @@ import torch
 from etserve.control.pruning import group_masses, select_blocks
 from etserve.kernels.reference_attention import BLOCK_SIZE
 from etserve.kernels.reference_sketch import estimated_scores, sketch_keys
-from etserve.kernels.selection import BlockSelection, SelectionRule
+from etserve.kernels.selection import BlockSelection, SelectionRule, layer_seed
 
 MASS_UNIT = 2.0**-30  # masses are whole numbers of it: their sums are exact in any order
 
@@ -59,7 +59,7 @@ def placebo_blocks(
 ) -> tuple[int, ...]:
     """The blocks that a placebo reads: those it likes least go first, ties by index."""
     num_blocks = -(-context // BLOCK_SIZE)
-    seed = (rule.seed + layer * 0x9E3779B97F4A7C15) & _WORD
+    seed = layer_seed(rule, layer)
     if rule.selector == "recency":
         likes = [float(i) for i in range(num_blocks)]
     else:

@@ -50,6 +50,11 @@ class SelectionRule:
             raise ValueError("counts must be in [0, 2^31), the seed in [0, 2^64)")
 
 
+def layer_seed(rule: SelectionRule, layer: int) -> int:
+    """The seed of random in one layer."""
+    return (rule.seed + layer * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+
+
 def rule_of(config: PruningConfig) -> SelectionRule:
     """The guards of the law's own settings."""
     return SelectionRule(

@@ -57,7 +57,10 @@ class Decoder(Protocol):
     spec: DecoderSpec
     backend: str  # said in the log and in ModelInfo
     weight_bytes: int  # read once per step
-    attention_counts: AttentionCounts | None  # of the last forward, if its batch had a selection or wanted masses
+
+    @property
+    def attention_counts(self) -> AttentionCounts | None:
+        """Of the last forward, if its batch had a selection or wanted masses."""
 
     def kv_bytes_per_block(self) -> int:
         """Of all layers, key sketches included where they are kept."""

@@ -229,6 +229,6 @@ def _options(model: ModelInfo | None) -> dict[str, Any]:
     if model is not None and model.speculation == "off":
         options["speculation"] = {"offered": False, "reason": "This server guesses no tokens (--speculation)."}
     if model is not None and not model.can_evict:
-        reason = "It takes the CPU, and a model without a sliding window."
+        reason = "It takes a model without a sliding window."
         options |= {name: {"offered": False, "reason": reason} for name in ("eviction", "block_budget")}
     return options

@@ -10,8 +10,10 @@ from etserve.errors import ConfigError
 from etserve.kernels.cuda import CudaKernels
 from etserve.models.files import resolve_model
 from etserve.models.loader import load_model
+from etserve.sampling_params import EntropicParams
 from tests.cuda.emulated import emulated_engine
 from tests.engine.helpers import PROMPTS, UNIT_MODEL, make_engine, request, run, run_one, run_steps
+from tests.engine.test_eviction import evicted, long_request
 
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 3},
@@ -112,7 +114,27 @@ def test_without_a_device_the_start_says_so() -> None:
             load_model(config, resolve_model(UNIT_MODEL))
 
 
-@pytest.mark.parametrize("change", [{"quantize": "q8_0"}, {"pruning_sketch_bits": 2}])
+@pytest.mark.parametrize("change", [{"quantize": "q8_0"}, {"quantize": "q4_1"}])
 def test_what_the_device_cannot_do_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="device cuda"):
         EngineConfig(device="cuda", **change)
+
+
+def test_guessed_tokens_are_verified_as_on_the_cpu(emulator: CudaKernels) -> None:
+    control = ControlConfig(speculation="ngram")
+    wanted = [request("a", "the sea the sea the sea ", max_tokens=16), request("b", PROMPTS[0], max_tokens=8)]
+    expected = run(make_engine(control=control), wanted)
+    outputs, stats = run_steps(emulated_engine(emulator, control=control), wanted)
+    for item in wanted:
+        tokens = [t for output in outputs if output.request_id == item.request_id for t in output.token_ids]
+        assert tokens == expected[item.request_id, 0].token_ids
+    assert len(stats) < 17  # some were accepted
+
+
+def test_blocks_are_evicted_as_on_the_cpu(emulator: CudaKernels) -> None:
+    budget = EntropicParams(eviction="budget", block_budget=34)
+    wanted = long_request(max_tokens=40, entropic=budget)
+    expected = run_one(make_engine(max_model_len=1600), wanted)
+    found = run_one(emulated_engine(emulator, max_model_len=1600), wanted)
+    assert evicted(found) == evicted(expected) > 0
+    assert found.token_ids == expected.token_ids

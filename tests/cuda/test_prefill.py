@@ -10,7 +10,8 @@ import torch
 
 from etserve.attention.backend import AttentionShape
 from etserve.attention.batch import StepBatch
-from etserve.attention.cuda import CudaAttention
+from etserve.attention.cuda import CudaAttention, DeviceKV
+from etserve.attention.device_reads import DeviceReads
 from etserve.attention.device_step import check_step, upload
 from etserve.attention.prefill import Prefill, choose_prefill, flash_prefill, sdpa_prefill
 from etserve.config import BLOCK_SIZE
@@ -61,7 +62,8 @@ def test_mixed_rows_attend_as_the_reference(emulator: CudaKernels, prefill: Pref
         np.zeros(sum(counts), np.int32), positions, start, np.array(lengths, np.int32), tables, start[1:] - 1
     )
     q = torch.randn(sum(counts), 6, 32, generator=random)
-    found = attention.attend(kv, q, upload(batch, torch.device("cpu")))
+    cache = DeviceKV((kv,), (), len(kv), 0)
+    found = attention.attend(cache, 0, q, upload(batch, torch.device("cpu")), DeviceReads())
     for b, length in enumerate(lengths):
         keys, values = (kv[tables[b], i].transpose(1, 2).reshape(-1, 2, 32)[:length].double() for i in (0, 1))
         rows = slice(start[b], start[b + 1])
