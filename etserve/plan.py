@@ -97,5 +97,5 @@ class ModelRunnerOutput:
     # of sequences that may be evicted from and sample in this step, by kept block: the largest share of a head's
     # attention that the last row gave it, f32
     block_masses: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    # of the same sequences, the prompt tokens start+1 ..: -ln p under softmax(raw logits), nats
-    prompt_surprisals: dict[int, list[float]] = field(default_factory=dict)
+    # of the same sequences, position -> -ln p of some prompt tokens under softmax(raw logits), nats
+    prompt_surprisals: dict[int, dict[int, float]] = field(default_factory=dict)

@@ -12,6 +12,8 @@ from etserve.plan import ScheduledSequence
 from etserve.runner.skipping import selection_of
 from etserve.sequence import Sequence
 
+SURPRISAL_STRIDE = 4  # every fourth prompt token stands for its neighbours: all would cost as many rows of logits
+
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
@@ -43,7 +45,8 @@ class RowPlan:
     draws: list[Draw]
     prompts: list[RowSpan]  # log-probabilities of the prompt's tokens position+1 ..
     replays: list[RowSpan]  # entropies of forced output tokens position+1 .., which no draw will measure
-    surprisals: list[RowSpan]  # of the prompt's tokens position+1 .., where blocks may be evicted by them
+    # (sequence, position, row): surprisal of the prompt's token position+1, where blocks may be evicted by it
+    surprisals: list[tuple[Sequence, int, int]]
 
 
 def build_batch(scheduled: tuple[ScheduledSequence, ...], rule: SelectionRule) -> tuple[StepBatch, RowPlan]:
@@ -104,7 +107,10 @@ def _plan_rows(scheduled: tuple[ScheduledSequence, ...], query_start: list[int])
         if seq.params.prompt_logprobs is not None:
             _add_span(rows.prompts, logit_rows, seq, base, item.start, min(item.end, seq.num_prompt_tokens - 1))
         elif seq.may_be_evicted and seq.clock.count == 0:  # later they are known
-            _add_span(rows.surprisals, logit_rows, seq, base, item.start, min(item.end, seq.num_prompt_tokens - 1))
+            first = -(-item.start // SURPRISAL_STRIDE) * SURPRISAL_STRIDE
+            for position in range(first, min(item.end, seq.num_prompt_tokens - 1), SURPRISAL_STRIDE):
+                rows.surprisals.append((seq, position, len(logit_rows)))
+                logit_rows.append(base + position)
         if seq.num_forced_tokens > seq.clock.count:
             first = max(item.start, seq.num_prompt_tokens - 1 + seq.clock.count)
             last = min(item.known_end, seq.num_prompt_tokens + seq.num_forced_tokens - 1)

@@ -144,8 +144,8 @@ class ModelRunner:
                     break
                 found += measured
                 if span.seq.may_be_evicted:
-                    nats = result.prompt_surprisals.setdefault(span.seq.seq_id, [])
-                    nats += [-one.logprob for one in measured]
+                    nats = result.prompt_surprisals.setdefault(span.seq.seq_id, {})
+                    nats |= {position + 1 + i: -one.logprob for i, one in enumerate(measured)}
 
     def _measure_replays(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
         for span in rows.replays:
@@ -154,10 +154,12 @@ class ModelRunner:
                 found += self._sampler.replay(span.seq, position, logits)
 
     def _measure_surprisals(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
-        for span in rows.surprisals:
-            found = result.prompt_surprisals.setdefault(span.seq.seq_id, [])
-            for position, logits in self._span_logits(span, hidden):
-                found += surprisals(logits, span.seq.token_ids[position + 1 : position + 1 + len(logits)])
+        for begin in range(0, len(rows.surprisals), MAX_LOGIT_ROWS):
+            part = rows.surprisals[begin : begin + MAX_LOGIT_ROWS]
+            logits = self._decoder.logits(_select(hidden, [row for _, _, row in part])).cpu()
+            found = surprisals(logits, [seq.token_ids[position + 1] for seq, position, _ in part])
+            for (seq, position, _), nats in zip(part, found, strict=True):
+                result.prompt_surprisals.setdefault(seq.seq_id, {})[position + 1] = nats
 
     def _span_logits(self, span: RowSpan, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(first position, logits) in slices of at most MAX_LOGIT_ROWS."""
@@ -182,6 +184,8 @@ def _count_logits(rows: RowPlan) -> dict[int, int]:
     counts: dict[int, int] = {}
     for draw in rows.draws:
         counts[draw.seq.seq_id] = counts.get(draw.seq.seq_id, 0) + len(draw.rows)
-    for span in (*rows.prompts, *rows.replays, *rows.surprisals):
+    for span in (*rows.prompts, *rows.replays):
         counts[span.seq.seq_id] = counts.get(span.seq.seq_id, 0) + span.num_rows
+    for seq, _, _ in rows.surprisals:
+        counts[seq.seq_id] = counts.get(seq.seq_id, 0) + 1
     return counts

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -39,10 +40,11 @@ class BlockScores:
         self.weighted[at] = decay * self.weighted[at] + fresh * masses[is_known].astype(np.float64)
         self.weight[at] = decay * self.weight[at] + fresh
 
-    def observe_surprisals(self, first: int, nats: List[float]) -> None:
-        """Take in -ln p of the tokens at positions first, first + 1, .."""
-        self._grow(-(-(first + len(nats)) // BLOCK_SIZE))
-        self.surprisals[first : first + len(nats)] = nats
+    def observe_surprisals(self, nats: Mapping[int, float]) -> None:
+        """Take in -ln p of tokens, by position."""
+        if nats:
+            self._grow(max(nats) // BLOCK_SIZE + 1)
+            self.surprisals[list(nats)] = list(nats.values())
 
     def average(self, place: int) -> MassAverage:
         """The law's own state of one block."""
@@ -80,8 +82,7 @@ class Evictor:
         if law is None:
             return
         scores, seq_id = self._scores.setdefault(item.seq.seq_id, BlockScores.empty()), item.seq.seq_id
-        if seq_id in output.prompt_surprisals:
-            scores.observe_surprisals(item.start + 1, output.prompt_surprisals[seq_id])
+        scores.observe_surprisals(output.prompt_surprisals.get(seq_id, {}))
         if seq_id in output.block_masses:
             masses = output.block_masses[seq_id]
             places = np.flatnonzero(np.array(item.block_table) != NULL_BLOCK)[: len(masses)]
@@ -91,7 +92,7 @@ class Evictor:
         """Take in the sequence's latest token."""
         if seq.may_be_evicted:
             scores = self._scores.setdefault(seq.seq_id, BlockScores.empty())
-            scores.observe_surprisals(seq.num_tokens - 1, [surprisal_nats])
+            scores.observe_surprisals({seq.num_tokens - 1: surprisal_nats})
 
     def forget(self, seq: Sequence) -> None:
         """Idempotent."""

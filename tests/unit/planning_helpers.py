@@ -136,7 +136,9 @@ class GhostModel:
             flops={item.seq.seq_id: float(item.num_tokens) for item in plan.scheduled},
             block_masses={item.seq.seq_id: self._masses(item) for item in sampling if item.seq.may_be_evicted},
             prompt_surprisals={
-                item.seq.seq_id: [0.5] * max(0, min(item.end, item.seq.num_prompt_tokens - 1) - item.start)
+                item.seq.seq_id: dict.fromkeys(
+                    range(item.start + 1, min(item.end + 1, item.seq.num_prompt_tokens)), 0.5
+                )
                 for item in plan.scheduled
                 if item.seq.may_be_evicted
             },

@@ -35,8 +35,8 @@ def test_arrays_hold_what_the_law_holds_block_by_block(steps: list[dict[int, flo
 def test_surprisal_is_the_mean_of_what_was_measured() -> None:
     scores = BlockScores.empty()
     assert math.isnan(scores.mean_surprisal(0))
-    scores.observe_surprisals(1, [1.0] * 15)  # nothing tells of the first token
-    scores.observe_surprisals(16, [2.0, 4.0])
+    scores.observe_surprisals(dict.fromkeys(range(1, 16), 1.0))  # nothing tells of the first token
+    scores.observe_surprisals({16: 2.0, 20: 4.0})
     assert (scores.mean_surprisal(0), scores.mean_surprisal(1)) == (1.0, 3.0)
     assert math.isnan(scores.mean_surprisal(2))
 
@@ -48,7 +48,7 @@ def running(kv: KVCacheManager, seq_id: int, evictor: Evictor, masses: list[floa
     item = ScheduledSequence(seq, 0, seq.num_tokens, kv.block_table(seq), is_decode=False)
     seq.num_computed_tokens = seq.num_tokens
     told = ModelRunnerOutput({}, block_masses={seq_id: np.array(masses, np.float32)})
-    told.prompt_surprisals[seq_id] = [1.0] * (seq.num_tokens - 1)
+    told.prompt_surprisals[seq_id] = dict.fromkeys(range(1, seq.num_tokens, 4), 1.0)
     evictor.observe_step(item, told)
     return seq
 
