@@ -12,47 +12,56 @@ from typing import get_args
 
 import torch
 
-from etserve.kernels import matrix, native, quant
+from etserve.kernels import matrix, native, quant, reference_quant
 
-_SHAPES = [(1536, 576), (576, 1536)]  # outputs, inputs: the demo model's feed-forward matrices
+# Outputs, inputs: the demo model's feed-forward matrices, and near them in whole super-blocks.
+_SHAPES, _SUPER_SHAPES = [(1536, 576), (576, 1536)], [(1536, 512), (576, 1536)]
 
 
-def best_seconds(call: Callable[[], object], repeats: int) -> float:
+def best_seconds(call: Callable[[torch.Tensor], object], x: torch.Tensor, repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats):
         begin = time.thread_time()
-        call()
+        call(x)
         best = min(best, time.thread_time() - begin)
     return best
 
 
-def product(kind: str, weight: torch.Tensor, x: torch.Tensor) -> tuple[Callable[[], object], int]:
+def product(kind: str, outputs: int, inputs: int) -> tuple[Callable[[torch.Tensor], object], int]:
     """The call to time, and the bytes of its packed matrix."""
+    random = torch.Generator().manual_seed(0)
     if kind == "bf16":
-        packed = matrix.pack(weight.bfloat16())
-        return (lambda: matrix.linear(x, packed)), packed.num_bytes
+        packed = matrix.pack(torch.randn(outputs, inputs, generator=random).bfloat16())
+        return (lambda x: matrix.linear(x, packed)), packed.num_bytes
     name = next(name for name in get_args(quant.Format) if name == kind)
-    quantised = quant.pack(name, weight)
-    return (lambda: quant.linear(x, quantised)), quantised.num_bytes
+    quantised = quant.QuantMatrix(outputs, inputs, name)
+    quantised.pack(reference_quant.random_blocks(outputs, inputs, name, random))
+    return (lambda x: quant.linear(x, quantised)), quantised.num_bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--outputs", type=int, default=98_304, help="of the one-row product")
+    parser.add_argument("--outputs", type=int, default=98_304, help="of the products of few rows")
+    parser.add_argument("--few", type=int, nargs="+", default=[1, 4], help="rows of the products that memory bounds")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32, 256])
     options = parser.parse_args()
     native.set_num_threads(1)
     print(native.backend_name())
     for kind in ("bf16", *get_args(quant.Format)):
-        call, num_bytes = product(kind, torch.randn(options.outputs, 576), torch.randn(1, 576))
-        seconds = best_seconds(call, 15)
-        print(f"{kind:5} 1 row: {seconds * 1e3:.2f} ms, {num_bytes / seconds / 1e9:.1f} GB/s", end="")
+        shapes = _SUPER_SHAPES if kind.endswith("_k") else _SHAPES
+        inputs = shapes[0][1]
+        call, num_bytes = product(kind, options.outputs, inputs)
+        for rows in options.few:
+            x = torch.randn(rows, inputs)
+            seconds = best_seconds(call, x, 15)
+            print(f"{kind:5} {rows} rows: {seconds * 1e3:.2f} ms, {num_bytes / seconds / 1e9:.1f} GB/s · ", end="")
         for rows in options.rows:
             rates = []
-            for outputs, inputs in _SHAPES:
-                call, _ = product(kind, torch.randn(outputs, inputs), torch.randn(rows, inputs))
-                rates.append(2 * rows * outputs * inputs / best_seconds(call, 40) / 1e9)
-            print(f" · {rows} rows: {' and '.join(f'{rate:.0f}' for rate in rates)} GFLOP/s", end="")
+            for outputs, inputs in shapes:
+                call, _ = product(kind, outputs, inputs)
+                seconds = best_seconds(call, torch.randn(rows, inputs), 40)
+                rates.append(2 * rows * outputs * inputs / seconds / 1e9)
+            print(f"{rows} rows: {' and '.join(f'{rate:.0f}' for rate in rates)} GFLOP/s · ", end="")
         print(flush=True)
 
 

@@ -26,7 +26,7 @@ _RUNS: list[tuple[str, dict[str, Any]]] = [
     ("own", {}),
     ("float32", {"dtype": "float32"}),
     ("bfloat16", {"dtype": "bfloat16"}),
-    *((kind, {"quantize": kind}) for kind in get_args(quant.Format)),
+    *((kind, {"quantize": kind}) for kind in get_args(quant.Rounded)),
 ]
 
 
@@ -35,17 +35,25 @@ def relative_rmse(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def report_kernels(num_rows: int = 64, num_outputs: int = 1024, num_inputs: int = 1536) -> None:
-    """Gaussian weights and activations: the kernel against f32 products of its own weights, and of the originals."""
+    """The kernel against f32 products of its own weights and, where we can round to the format, of the originals.
+
+    Gaussian activations; weights Gaussian or, in super-blocks, of random bits.
+    """
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(num_outputs, num_inputs, generator=random)
     x = torch.randn(num_rows, num_inputs, generator=random)
     print("format    against its dequantised weights    against the f32 weights   (relative RMSE)")
     for kind in get_args(quant.Format):
-        blocks = quant.quantise(weight, kind)
+        rounded = next((name for name in get_args(quant.Rounded) if name == kind), None)
+        if rounded is None:
+            blocks = reference_quant.random_blocks(num_outputs, num_inputs, kind, random)
+        else:
+            blocks = quant.quantise(weight, rounded)
         packed = quant.QuantMatrix(num_outputs, num_inputs, kind)
         packed.pack(blocks)
         got, stored = quant.linear(x, packed), reference_quant.dequantise(blocks, kind)
-        print(f"{kind:9} {relative_rmse(got, x @ stored.T):.5f} {relative_rmse(got, x @ weight.T):33.5f}")
+        original = "-" if rounded is None else f"{relative_rmse(got, x @ weight.T):.5f}"
+        print(f"{kind:9} {relative_rmse(got, x @ stored.T):.5f} {original:>33}")
 
 
 def negative_log_likelihood(decoder: Decoder, token_ids: list[int]) -> float:

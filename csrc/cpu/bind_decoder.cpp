@@ -37,9 +37,9 @@ void forward(Decoder& decoder, const Int32<1>& token_ids, const Int32<1>& positi
 void bind_decoder(nb::module_& m) {
   nb::class_<LayerWeights>(m, "LayerWeights")
       .def("__init__",
-           [](LayerWeights* layer, const PackedMatrix& qkv, const PackedMatrix& o, const PackedMatrix& gate_up,
+           [](LayerWeights* layer, std::vector<PackedMatrix> qkv, const PackedMatrix& o, const PackedMatrix& gate_up,
               const PackedMatrix& down, uintptr_t input_norm, uintptr_t post_norm, uintptr_t q_norm, uintptr_t k_norm) {
-             new (layer) LayerWeights{qkv, o, gate_up, down, floats(input_norm), floats(post_norm), floats(q_norm),
+             new (layer) LayerWeights{std::move(qkv), o, gate_up, down, floats(input_norm), floats(post_norm), floats(q_norm),
                                       floats(k_norm)};
            },
            nb::arg("qkv"), nb::arg("o"), nb::arg("gate_up"), nb::arg("down"), nb::arg("input_norm"),

@@ -29,9 +29,10 @@ DType to_dtype(int code) {
 PackedMatrix make_matrix(int type, int64_t n, int64_t k, bool paired, uintptr_t data, uintptr_t bias, int input) {
   if (n < 1 || k < 1) throw std::invalid_argument("a packed matrix needs n and k of at least 1");
   PackedMatrix m;
-  m.type = type > 2 && type <= 5 ? static_cast<DType>(type) : to_dtype(type);
+  m.type = type > 2 && type <= 8 ? static_cast<DType>(type) : to_dtype(type);
   m.input = to_dtype(input);
-  if (is_quantised(m.type) && k % kQuantBlock) throw std::invalid_argument("quantised weights need k in blocks of 32");
+  if (is_quantised(m.type) && k % quant_size(m.type).block_weights)
+    throw std::invalid_argument("quantised weights need k in whole blocks");
   if (m.input == DType::f16) throw std::invalid_argument("activations are f32 or bf16");
   m.n = n;
   m.k = k;
@@ -50,6 +51,18 @@ void pack(const PackedMatrix& m, uintptr_t rows, int64_t count, int64_t first, i
     int64_t begin, end;
     team.split(count, 1, &begin, &end);
     pack_rows(m, to, from + begin * m.row_bytes(), end - begin, first + begin, half);
+  });
+}
+
+void round_all(int type, uintptr_t x, int64_t rows, int64_t k, uintptr_t blocks) {
+  if (type < 3 || type > 5 || rows < 0 || k < 0 || k % kQuantBlock)
+    throw std::invalid_argument("rounding is to q8_0, q4_0 or q4_1, in blocks of 32");
+  const DType kind = static_cast<DType>(type);
+  const int64_t row_bytes = k / kQuantBlock * quant_size(kind).block_bytes;
+  global_pool().run([&](Team& team) {
+    int64_t begin, end;
+    team.split(rows, 1, &begin, &end);
+    round_to_blocks(kind, at<const float>(x) + begin * k, end - begin, k, at<char>(blocks) + begin * row_bytes);
   });
 }
 
@@ -171,6 +184,8 @@ void bind_matrix(nb::module_& m) {
   m.def("make_matrix", &make_matrix, nb::arg("type"), nb::arg("n"), nb::arg("k"), nb::arg("paired"), nb::arg("data"),
         nb::arg("bias"), nb::arg("input") = 0);
   m.def("pack_rows", &pack, nb::arg("matrix"), nb::arg("rows"), nb::arg("count"), nb::arg("first"), nb::arg("half"),
+        Nogil());
+  m.def("round_to_blocks", &round_all, nb::arg("type"), nb::arg("x"), nb::arg("rows"), nb::arg("k"), nb::arg("blocks"),
         Nogil());
   m.def("unpack_row", [](const PackedMatrix& w, int64_t row, uintptr_t out) {
     if (row < 0 || row >= w.n || w.paired) throw std::invalid_argument("no such row");

@@ -35,5 +35,15 @@ namespace {
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * bits_to_float(0x77800000u)));
 }
 
+// Round to nearest, ties to even; beyond 65504 infinite; NaN stays NaN.
+[[maybe_unused]] inline uint16_t to_f16(float value) {
+  const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u)  // subnormal: adding 0.5 leaves whole multiples of 2^-24 in the lowest bits
+    return static_cast<uint16_t>(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u));
+  return static_cast<uint16_t>(sign | (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);
+}
+
 }  // namespace
 }  // namespace etserve::cpu

@@ -58,12 +58,19 @@ Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, co
   is_quantised_ = is_quantised(head_.type);
   const int64_t attention = attention_size(), kv = int64_t{s.num_kv_heads} * s.head_dim;
   for (const LayerWeights& l : layers_) {
-    require(l.qkv.n == attention + 2 * kv && l.qkv.k == s.hidden && !l.qkv.paired, "qkv has the wrong shape");
+    std::vector<const PackedMatrix*> matrices{&l.o, &l.gate_up, &l.down};
+    int64_t width = 0;
+    for (const PackedMatrix& m : l.qkv) {
+      require(m.k == s.hidden && !m.paired, "qkv has the wrong shape");
+      width += m.n;
+      matrices.push_back(&m);
+    }
+    require(width == attention + 2 * kv, "qkv has the wrong shape");
     require(l.o.n == s.hidden && l.o.k == attention && !l.o.paired, "o has the wrong shape");
     require(l.gate_up.n == s.intermediate && l.gate_up.k == s.hidden && l.gate_up.paired,
             "gate_up has the wrong shape");
     require(l.down.n == s.hidden && l.down.k == s.intermediate && !l.down.paired, "down has the wrong shape");
-    for (const PackedMatrix* m : {&l.qkv, &l.o, &l.gate_up, &l.down}) {
+    for (const PackedMatrix* m : matrices) {
       require(m->activation() == head_.activation(), "all matrices take the same type of activation");
       is_quantised_ = is_quantised_ || is_quantised(m->type);
     }

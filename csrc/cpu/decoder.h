@@ -10,7 +10,7 @@
 namespace etserve::cpu {
 
 struct LayerWeights {
-  PackedMatrix qkv;      // rows of q, then k, then v
+  std::vector<PackedMatrix> qkv;  // rows of q, then k, then v: one matrix, or several of different formats
   PackedMatrix o;
   PackedMatrix gate_up;  // paired
   PackedMatrix down;
@@ -106,6 +106,7 @@ class Decoder {
   void check_selection(const Step& step) const;
   void reserve_selection(const Step& step, int32_t longest, int team_size);
   SelectionArgs selection_args(int layer, const Step& step, const char* sketches) const;
+  void project(const LayerWeights& layer, int64_t tokens, Team& team) const;
   void feed_forward(const LayerWeights& layer, float* residual, int64_t rows, Team& team);
   void reserve_quantised(int64_t rows, int team_size);
   void multiply(MatmulArgs args, Team& team) const;

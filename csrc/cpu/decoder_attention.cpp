@@ -38,6 +38,17 @@ void Decoder::reserve_selection(const Step& step, int32_t longest, int team_size
       4 * selection_scratch_floats(seqs, longest, shape_.num_heads, shape_.num_kv_heads, team_size));
 }
 
+// q, k and v side by side. Matrices of several formats come one after the other: they share the rounded rows' memory.
+void Decoder::project(const LayerWeights& layer, int64_t tokens, Team& team) const {
+  const int64_t width = attention_size() + int64_t{2} * shape_.num_kv_heads * shape_.head_dim;
+  int64_t column = 0;
+  for (const PackedMatrix& m : layer.qkv) {
+    if (column > 0) team.barrier();
+    multiply({normed_.as<void>(), tokens, hidden_stride_, m, Epilogue::store, qkv_.as<float>() + column, width}, team);
+    column += m.n;
+  }
+}
+
 // From the residual stream to the heads' outputs (attended_), with the KV write on the way.
 void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team) {
   const DecoderShape& s = shape_;
@@ -48,8 +59,7 @@ void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team)
   char* sketches = static_cast<char*>(step.sketches);
   if (sketches) sketches += blocks * s.num_kv_heads * sketch_bytes(s.head_dim, step.sketch_bits);
   norm(residual_.as<float>(), weights.input_norm, tokens, team);
-  multiply({normed_.as<void>(), tokens, hidden_stride_, weights.qkv, Epilogue::store, qkv_.as<void>(), weights.qkv.n},
-           team);
+  project(weights, tokens, team);
   team.barrier();
   mark(Phase::matrices, team);
   decoder_kernels().rope_and_write({qkv_.as<float>(), tokens, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim,

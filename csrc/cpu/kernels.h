@@ -13,7 +13,8 @@
 
 namespace etserve::cpu {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5 };  // from q8_0 on: weights only
+// From q8_0 on: weights only, see quant.h.
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5, q4_k = 6, q5_k = 7, q6_k = 8 };
 
 constexpr int kBlockSize = 16;
 constexpr int kPartitionTokens = 512;  // attention reduces in partitions of this many positions, whatever the batch

@@ -7,8 +7,8 @@
 // N is padded to 16 and (bf16) K to 2 with zeros. A paired matrix holds two of the same shape, panel by panel in turn
 // (gate, up, gate, up, ...), so that one tile has both halves of silu(gate) * up.
 //
-//   q8_0, q4_0, q4_1   see quant.h: 8 or 4 bits a weight, a scale (and a minimum) for 32 along K; activations are f32 or
-//                      bf16, rounded to 8 bits on the way
+//   q8_0, q4_0, q4_1, q4_k, q5_k, q6_k   see quant.h: 4 to 8 bits a weight, a scale (and a minimum) for 32 or 16 along K;
+//                                        activations are f32 or bf16, rounded to 8 bits on the way
 //
 // Every output is one chain of multiply-adds over ascending k, whatever M, the tile or the thread: a row's result does
 // not depend on its batch.
@@ -23,8 +23,16 @@ constexpr int kPanel = 16;
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline bool is_quantised(DType type) { return type >= DType::q8_0; }
-inline int64_t quant_record_bytes(DType type) { return type == DType::q8_0 ? 1088 : type == DType::q4_0 ? 576 : 640; }
-inline int64_t quant_block_bytes(DType type) { return type == DType::q8_0 ? 34 : type == DType::q4_0 ? 18 : 20; }
+
+// A format's block as ggml has it, and the record of a packed panel: weights along K, and bytes.
+struct QuantSize {
+  int64_t block_weights, block_bytes, record_weights, record_bytes;
+};
+inline QuantSize quant_size(DType type) {
+  constexpr QuantSize kSizes[] = {{32, 34, 64, 1088},     {32, 18, 64, 576},      {32, 20, 64, 640},
+                                  {256, 144, 256, 2368}, {256, 176, 256, 2880}, {256, 210, 256, 3392}};
+  return kSizes[static_cast<int>(type) - static_cast<int>(DType::q8_0)];
+}
 
 struct PackedMatrix {
   const void* data = nullptr;
@@ -35,14 +43,20 @@ struct PackedMatrix {
   DType input = DType::f32;     // of the activations, f32 or bf16, where the weights are quantised
 
   DType activation() const { return is_quantised(type) ? input : type == DType::bf16 ? DType::bf16 : DType::f32; }
-  int64_t padded_k() const { return round_up(k, is_quantised(type) ? 64 : type == DType::bf16 ? 2 : 1); }
+  int64_t padded_k() const {
+    return round_up(k, is_quantised(type) ? quant_size(type).record_weights : type == DType::bf16 ? 2 : 1);
+  }
   int64_t num_panels() const { return (n + kPanel - 1) / kPanel * (paired ? 2 : 1); }
   int64_t element_size() const { return type == DType::f32 ? 4 : 2; }  // of types that are not quantised
   int64_t panel_bytes() const {
-    return is_quantised(type) ? padded_k() / 64 * quant_record_bytes(type) : kPanel * padded_k() * element_size();
+    if (!is_quantised(type)) return kPanel * padded_k() * element_size();
+    return padded_k() / quant_size(type).record_weights * quant_size(type).record_bytes;
   }
   int64_t num_bytes() const { return num_panels() * panel_bytes(); }
-  int64_t row_bytes() const { return is_quantised(type) ? k / 32 * quant_block_bytes(type) : k * element_size(); }
+  int64_t row_bytes() const {
+    if (!is_quantised(type)) return k * element_size();
+    return k / quant_size(type).block_weights * quant_size(type).block_bytes;
+  }
 };
 
 enum class Epilogue : int {

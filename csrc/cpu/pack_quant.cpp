@@ -25,7 +25,7 @@ struct Layout {
 
 int64_t record_at(const PackedMatrix& m, int64_t row, int64_t block, int half) {
   const int64_t panel = row / kPanel * (m.paired ? 2 : 1) + half;
-  return panel * m.panel_bytes() + block / 2 * quant_record_bytes(m.type);
+  return panel * m.panel_bytes() + block / 2 * quant_size(m.type).record_bytes;
 }
 
 void pack_wide(const Layout& layout, char* record, int64_t block, int64_t lane, const uint8_t* q) {
@@ -46,10 +46,11 @@ void pack_nibbles(const Layout& layout, char* record, int64_t block, int64_t lan
 }  // namespace
 
 void pack_quantised_rows(const PackedMatrix& m, void* data, const void* blocks, int64_t rows, int64_t first, int half) {
+  if (m.type >= DType::q4_k) return pack_super_rows(m, data, blocks, rows, first, half);
   const Layout layout(m.type);
   const uint8_t* from = static_cast<const uint8_t*>(blocks);
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t b = 0; b < m.k / kQuantBlock; ++b, from += quant_block_bytes(m.type)) {
+    for (int64_t b = 0; b < m.k / kQuantBlock; ++b, from += quant_size(m.type).block_bytes) {
       const int64_t row = first + r, lane = row % kPanel;
       char* record = static_cast<char*>(data) + record_at(m, row, b, half);
       std::memcpy(record + Layout::scale(b, lane), from, 2);
@@ -59,6 +60,7 @@ void pack_quantised_rows(const PackedMatrix& m, void* data, const void* blocks, 
 }
 
 void unpack_quantised_row(const PackedMatrix& m, int64_t row, float* out) {
+  if (m.type >= DType::q4_k) return unpack_super_row(m, row, out);
   const Layout layout(m.type);
   const int64_t lane = row % kPanel;
   const int offset = layout.is_wide ? 128 : m.type == DType::q4_0 ? 8 : 0;

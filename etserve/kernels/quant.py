@@ -1,4 +1,4 @@
-"""Matrix products over quantised weights, run from ggml's own blocks: Q8_0, Q4_0, Q4_1 (formats: csrc/cpu/quant.h).
+"""Matrix products over quantised weights, run from ggml's own blocks (formats: csrc/cpu/quant.h).
 
 Activations are rounded to 8 bits in blocks of 32 on the way; sums of a block are exact, blocks are added in order, so a
 row's result does not depend on its batch, bit for bit.
@@ -6,43 +6,50 @@ row's result does not depend on its batch, bit for bit.
 
 from typing import Literal
 
-import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import quantize as ggml_quantize
 
 from etserve.kernels import native
 from etserve.kernels.checks import check_tensor
 from etserve.kernels.memory import zeros
 
-BLOCK = 32  # weights along K with one scale
-Format = Literal["q8_0", "q4_0", "q4_1"]
-BLOCK_BYTES: dict[Format, int] = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of ggml's blocks
+BLOCK = 32  # weights along K with one scale, of the formats that floats can be rounded to
+Rounded = Literal["q8_0", "q4_0", "q4_1"]  # from floats, at load
+Format = Literal[Rounded, "q4_k", "q5_k", "q6_k"]  # the last three from files only
+# Of ggml's blocks: weights along K, and bytes.
+BLOCK_WEIGHTS: dict[Format, int] = {"q8_0": 32, "q4_0": 32, "q4_1": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256}
+BLOCK_BYTES: dict[Format, int] = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q4_k": 144, "q5_k": 176, "q6_k": 210}
 
-_PANEL, _RECORD = 16, 64  # outputs side by side; weights along K of one record
-_RECORD_BYTES: dict[Format, int] = {"q8_0": 1088, "q4_0": 576, "q4_1": 640}
-_CODES: dict[Format, int] = {"q8_0": 3, "q4_0": 4, "q4_1": 5}  # enum DType of csrc/cpu/kernels.h
-_KINDS: dict[Format, GGMLQuantizationType] = {name: GGMLQuantizationType[name.upper()] for name in BLOCK_BYTES}
-_SLICE = 1 << 20  # weights quantised at once: 4 MiB of f32
+_PANEL = 16  # outputs side by side
+# Of a record of 16 outputs: weights along K, and bytes.
+_RECORDS: dict[Format, tuple[int, int]] = {
+    "q8_0": (64, 1088),
+    "q4_0": (64, 576),
+    "q4_1": (64, 640),
+    "q4_k": (256, 2368),
+    "q5_k": (256, 2880),
+    "q6_k": (256, 3392),
+}
+_CODES: dict[Format, int] = {name: code for code, name in enumerate(BLOCK_BYTES, start=3)}  # enum DType of kernels.h
 _STORE, _ADD, _SILU_MUL = 0, 1, 2  # enum Epilogue of csrc/cpu/matrix.h
 
 
 def quantised_bytes(num_outputs: int, num_inputs: int, kind: Format, *, paired: bool = False) -> int:
-    """Bytes of a packed matrix: outputs padded to 16, inputs to 64."""
-    return -(-num_outputs // _PANEL) * (2 if paired else 1) * -(-num_inputs // _RECORD) * _RECORD_BYTES[kind]
+    """Bytes of a packed matrix: outputs padded to 16, inputs to 64 (super-blocks: to 256)."""
+    weights, num_bytes = _RECORDS[kind]
+    return -(-num_outputs // _PANEL) * (2 if paired else 1) * -(-num_inputs // weights) * num_bytes
 
 
-def quantise(weight: torch.Tensor, kind: Format) -> torch.Tensor:
-    """Float [N, K] -> ggml blocks, uint8 [N, K / 32 * BLOCK_BYTES], rounded as the gguf package does.
+def quantise(weight: torch.Tensor, kind: Rounded) -> torch.Tensor:
+    """Float [N, K] -> ggml blocks, uint8 [N, K / 32 * BLOCK_BYTES], rounded to the bits of the gguf package.
 
     Raises ValueError where K is no multiple of 32.
     """
     if weight.dim() != 2 or weight.shape[1] % BLOCK:
         raise ValueError(f"{kind} takes rows in blocks of {BLOCK}, got {list(weight.shape)}")
-    step = max(1, _SLICE // weight.shape[1])
-    slices = (weight[start : start + step] for start in range(0, len(weight), step))
-    parts = [ggml_quantize(rows.float().numpy(), _KINDS[kind]) for rows in slices]
-    return torch.from_numpy(np.concatenate(parts))
+    floats = weight.float().contiguous()
+    blocks = torch.empty(len(floats), floats.shape[1] // BLOCK * BLOCK_BYTES[kind], dtype=torch.uint8)
+    native.module().round_to_blocks(_CODES[kind], floats.data_ptr(), *floats.shape, blocks.data_ptr())
+    return blocks
 
 
 class QuantMatrix:
@@ -66,8 +73,8 @@ class QuantMatrix:
 
         `activation`: float32 or bfloat16, what the native decoder hands in and takes from silu * mul.
         """
-        if num_inputs % BLOCK:
-            raise ValueError(f"{kind} takes inputs in blocks of {BLOCK}, got {num_inputs}")
+        if num_inputs % BLOCK_WEIGHTS[kind]:
+            raise ValueError(f"{kind} takes inputs in blocks of {BLOCK_WEIGHTS[kind]}, got {num_inputs}")
         size = quantised_bytes(num_outputs, num_inputs, kind, paired=paired)
         self._memory = zeros(size) if memory is None else memory
         self._bias = bias
@@ -81,8 +88,8 @@ class QuantMatrix:
         )
 
     def pack(self, blocks: torch.Tensor, *, first: int = 0, half: int = 0) -> None:
-        """Copy ggml blocks, uint8 [rows, K / 32 * BLOCK_BYTES], to the rows from `first` on; half 1: of up."""
-        row_bytes = self.num_inputs // BLOCK * BLOCK_BYTES[self.kind]
+        """Copy ggml blocks, uint8 [rows, bytes], to the rows from `first` on; half 1: of up."""
+        row_bytes = self.num_inputs // BLOCK_WEIGHTS[self.kind] * BLOCK_BYTES[self.kind]
         address = check_tensor("blocks", blocks, torch.uint8, (len(blocks), row_bytes))
         native.module().pack_rows(self.handle, address, len(blocks), first, half)
 
@@ -94,7 +101,7 @@ class QuantMatrix:
 
 
 def pack(
-    kind: Format, weight: torch.Tensor, up: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    kind: Rounded, weight: torch.Tensor, up: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> QuantMatrix:
     """Quantise and pack float [N, K], or a pair of them; `bias` f32 [N], or [2, N] for a pair."""
     packed = QuantMatrix(len(weight), weight.shape[1], kind, paired=up is not None, bias=bias)

@@ -3,10 +3,39 @@
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize as ggml_dequantize
+from gguf.quants import quantize as ggml_quantize
 from torch.nn.functional import silu
 
+from etserve.kernels.quant import BLOCK_BYTES, BLOCK_WEIGHTS, Format
+
 _BLOCK = 32
+# Where a block's f16 lie, and how much smaller than 1 they must be for weights of a few units.
+_HALVES: dict[Format, slice] = {
+    "q8_0": slice(2),
+    "q4_0": slice(2),
+    "q4_1": slice(4),
+    "q4_k": slice(4),
+    "q5_k": slice(4),
+    "q6_k": slice(208, 210),
+}
+_SPREAD: dict[Format, int] = {"q8_0": 1, "q4_0": 1, "q4_1": 1, "q4_k": 64, "q5_k": 64, "q6_k": 128}
 _TINY = 2.0**-100  # a block whose largest magnitude is below it counts as zeros
+
+
+def quantise(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """Float [N, K] -> ggml blocks, uint8 [N, bytes]."""
+    return torch.from_numpy(ggml_quantize(weight.float().numpy(), GGMLQuantizationType[kind.upper()]))
+
+
+def random_blocks(num_outputs: int, num_inputs: int, kind: Format, random: torch.Generator) -> torch.Tensor:
+    """Blocks of random bits with scales in 0 .. 1 over _SPREAD, uint8 [num_outputs, bytes]: any bits are weights."""
+    size = BLOCK_BYTES[kind]
+    num_blocks = num_inputs // BLOCK_WEIGHTS[kind]
+    blocks = torch.randint(256, (num_outputs, num_blocks, size), generator=random, dtype=torch.uint8)
+    halves = blocks[..., _HALVES[kind]]
+    scales = torch.rand(num_outputs, num_blocks, halves.shape[-1] // 2, generator=random) / _SPREAD[kind]
+    halves.copy_(scales.half().view(torch.uint8))
+    return blocks.flatten(1)
 
 
 def dequantise(blocks: torch.Tensor, kind: str) -> torch.Tensor:

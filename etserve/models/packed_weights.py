@@ -9,7 +9,15 @@ from etserve.kernels.matrix import PackedMatrix
 from etserve.kernels.memory import Arena, aligned
 from etserve.kernels.quant import QuantMatrix
 from etserve.models.types import DecoderSpec
-from etserve.models.weight_formats import BlockSource, MatrixPlan, all_matrices, plan_head, plan_layer, plan_table
+from etserve.models.weight_formats import (
+    BlockSource,
+    MatrixPlan,
+    all_matrices,
+    plan_head,
+    plan_layer,
+    plan_qkv,
+    plan_table,
+)
 from etserve.models.weights import WeightSource
 
 _cpu = native.module()
@@ -42,11 +50,13 @@ class PackedWeights:
         self.num_bytes = read + sum(t.numel() * 4 for t in self._kept)
 
     def _layer(self, index: int) -> Any:
+        qkv = [self._packed(plan).handle for plan in plan_qkv(self._spec, index, self._blocks)]
         matrices = {
             name: self._packed(plan).handle for name, plan in plan_layer(self._spec, index, self._blocks).items()
         }
         name = f"layers.{index}"
         return _cpu.LayerWeights(
+            qkv=qkv,
             **matrices,
             input_norm=self._vector(f"{name}.input_norm.weight").data_ptr(),
             post_norm=self._vector(f"{name}.post_norm.weight").data_ptr(),

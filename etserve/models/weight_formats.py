@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
 
 from etserve.kernels.matrix import packed_bytes
-from etserve.kernels.quant import BLOCK, Format, quantise, quantised_bytes
+from etserve.kernels.quant import BLOCK, Format, Rounded, quantise, quantised_bytes
 from etserve.models.types import DecoderSpec
 from etserve.models.weights import WeightSource
 
@@ -26,7 +27,7 @@ class BlockSource(Protocol):
 class QuantisedAtLoad:
     """A BlockSource: a checkpoint's own matrices, rounded to `kind` one by one."""
 
-    def __init__(self, weights: WeightSource, spec: DecoderSpec, kind: Format) -> None:
+    def __init__(self, weights: WeightSource, spec: DecoderSpec, kind: Rounded) -> None:
         self._weights, self._spec, self._kind = weights, spec, kind
 
     def block_format(self, name: str) -> Format | None:
@@ -59,17 +60,23 @@ class MatrixPlan:
 
 
 def plan_layer(spec: DecoderSpec, index: int, blocks: BlockSource | None) -> dict[str, MatrixPlan]:
-    """The packed matrices of a layer, by the name of LayerWeights (csrc/cpu/decoder.h)."""
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    """The packed matrices of a layer but for q, k and v, by the name of LayerWeights (csrc/cpu/decoder.h)."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     parts = {
-        "qkv": (("q", queries), ("k", keys), ("v", keys)),
         "o": (("o", hidden),),
         "gate_up": (("gate", inner), ("up", inner)),
         "down": (("down", hidden),),
     }
     named = {key: tuple((f"layers.{index}.{part}", rows) for part, rows in value) for key, value in parts.items()}
     return {key: _plan(spec, value, blocks, paired=key == "gate_up") for key, value in named.items()}
+
+
+def plan_qkv(spec: DecoderSpec, index: int, blocks: BlockSource | None) -> list[MatrixPlan]:
+    """q, k and v of a layer, in one matrix as far as neighbours are of one format: they often are not in a file."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    parts = [(f"layers.{index}.{name}", rows) for name, rows in (("q", queries), ("k", keys), ("v", keys))]
+    runs = groupby(parts, lambda part: None if blocks is None else blocks.block_format(f"{part[0]}.weight"))
+    return [_plan(spec, tuple(run), blocks) for _, run in runs]
 
 
 def plan_head(spec: DecoderSpec, blocks: BlockSource | None) -> MatrixPlan:
@@ -86,6 +93,7 @@ def plan_table(spec: DecoderSpec, blocks: BlockSource | None) -> MatrixPlan | No
 def all_matrices(spec: DecoderSpec, blocks: BlockSource | None) -> Iterator[MatrixPlan]:
     """Everything that is packed, in the order in which it is read."""
     for index in range(spec.num_layers):
+        yield from plan_qkv(spec, index, blocks)
         yield from plan_layer(spec, index, blocks).values()
     table = plan_table(spec, blocks)
     if table is not None:
@@ -112,7 +120,7 @@ def describe(spec: DecoderSpec, dtype: torch.dtype, blocks: BlockSource | None) 
 def _plan(
     spec: DecoderSpec, parts: tuple[tuple[str, int], ...], blocks: BlockSource | None, *, paired: bool = False
 ) -> MatrixPlan:
-    """Parts of different formats run as floats: they are multiplied in one piece."""
+    """A pair of different formats runs as floats: it is multiplied in one piece."""
     kinds = {None if blocks is None else blocks.block_format(f"{name}.weight") for name, _ in parts}
     kind = kinds.pop() if len(kinds) == 1 else None
     return MatrixPlan(parts, _num_inputs(spec, f"{parts[0][0]}.weight"), kind, paired)

@@ -1,5 +1,6 @@
 """Small GGUF files, written by the gguf package from a transformers model, permuted as llama.cpp's converter does."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from gguf.quants import quantize
 
 from etserve.models.tensors import expected_shapes, gguf_name, hf_name
 from etserve.models.types import DecoderSpec
+from tests.kernels.super_blocks import encode
 
 TOKENS = [*(chr(i) for i in range(0x21, 0x7F)), "ab", "cd", "<|end|>", "<|im_end|>"]
 
@@ -23,8 +25,12 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    kind_of: Callable[[str], GGMLQuantizationType] | None = None,
 ) -> Path:
-    """`metadata` overrides or, with None, drops keys below the architecture's name."""
+    """`metadata` overrides or, with None, drops keys below the architecture's name.
+
+    `kind_of`: a matrix's type by its canonical name, instead of `kind` for all.
+    """
     writer = GGUFWriter(path, arch)
     values: dict[str, Any] = {
         "embedding_length": spec.hidden_size,
@@ -51,8 +57,9 @@ def write_gguf(
         part = name.split(".")[2] if name.startswith("layers.") else ""
         if arch == "llama" and part in ("q", "k"):
             data = permute(data, spec.num_heads if part == "q" else spec.num_kv_heads)
-        used = kind if data.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quantize(data, used), raw_dtype=used)
+        chosen = kind if kind_of is None else kind_of(name)
+        used = chosen if data.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), _blocks(data, used), raw_dtype=used)
     for name, data in (extra or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -60,6 +67,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _blocks(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    name = kind.name.lower()
+    if name == "q4_k" or name == "q5_k" or name == "q6_k":
+        return encode(torch.from_numpy(data), name).numpy()
+    return quantize(data, kind)
 
 
 def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:

@@ -33,7 +33,7 @@ struct F16Step : F32Step {
 template <class S>
 struct FloatKernel {
   using Corner = Tile;
-  static constexpr int kRows2 = kMaxRows2, kRows4 = kMaxRows4;
+  static constexpr int kStream = kStreamRows, kRows2 = kMaxRows2, kRows4 = kMaxRows4;
 
   template <int ROWS, int PANELS>
   static void sum(const Tile& t, float* sums, int pitch) {

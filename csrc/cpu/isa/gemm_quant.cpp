@@ -1,12 +1,8 @@
 // y = x W^T over quantised weights: 8-bit activations, exact int32 sums in blocks of 32, f32 over blocks. See quant.h.
-#include "dot4.h"
-#include "quantise.h"
-#include "walk.h"
+#include "quant_tile.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
-
-constexpr int kGroups = kQuantBlock / 4;  // dot products of four in a block
 
 struct WideFormat {  // q8_0
   static constexpr bool kIsWide = true, kHasMin = false;
@@ -20,25 +16,6 @@ struct MinFormat {  // q4_1
   static constexpr bool kIsWide = false, kHasMin = true;
   static constexpr int64_t kHeader = 128, kBlock = 256, kRecord = 640;
 };
-
-template <int ROWS>
-struct RowPointers {
-  const int8_t* bytes[(ROWS + 2) / 3];  // three rows hang on each, see keep_in_register
-  int64_t stride;
-  const int8_t* at(int row) const { return bytes[row / 3] + row % 3 * stride; }
-};
-
-template <class F, int ROWS, int PANELS>
-ETSERVE_INLINE void dot_group(Ints (&sums)[ROWS][PANELS], const Bytes (&w)[PANELS], const RowPointers<ROWS>& x,
-                              int64_t offset) {
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) {
-    const Quad quad = broadcast_quad(x.at(i) + offset);
-#pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j)
-      sums[i][j] = F::kIsWide ? dot_bytes(sums[i][j], w[j], quad) : dot_nibbles(sums[i][j], w[j], quad);
-  }
-}
 
 // All products of one block: `w` points to its bytes in the first panel.
 template <class F, int ROWS, int PANELS>
@@ -54,35 +31,27 @@ ETSERVE_INLINE void dot_block(Ints (&sums)[ROWS][PANELS], const char* w, int64_t
       loaded[j] = load_weight_bytes(line);
     }
     if constexpr (F::kIsWide) {
-      dot_group<F>(sums, loaded, x, g * 4);
+      dot_group<F::kIsWide>(sums, loaded, x, g * 4);
     } else {
 #pragma GCC unroll 4
       for (int j = 0; j < PANELS; ++j) part[j] = low_nibbles(loaded[j]);
-      dot_group<F>(sums, part, x, g * 4);
+      dot_group<F::kIsWide>(sums, part, x, g * 4);
 #pragma GCC unroll 4
       for (int j = 0; j < PANELS; ++j) part[j] = high_nibbles(loaded[j]);
-      dot_group<F>(sums, part, x, g * 4 + 4);
+      dot_group<F::kIsWide>(sums, part, x, g * 4 + 4);
     }
   }
 }
 
-struct QuantTile : Tile {
-  const QuantRows* x;
-};
-
 template <class F>
 struct QuantKernel {
   using Corner = QuantTile;
-  static constexpr int kRows2 = kQuantRows2, kRows4 = kQuantRows4;
+  static constexpr int kStream = kQuantStreamRows, kRows2 = kQuantRows2, kRows4 = kQuantRows4;
 
   template <int ROWS, int PANELS>
   static void sum(const QuantTile& t, float* sums, int pitch) {
-    constexpr int kBases = (ROWS + 2) / 3;
     const int64_t panel_bytes = t.panel_bytes, blocks = t.x->blocks;
-    RowPointers<ROWS> x;
-    x.stride = t.x->byte_stride;
-#pragma GCC unroll 4
-    for (int i = 0; i < kBases; ++i) x.bytes[i] = t.x->bytes + (t.row + 3 * i) * x.stride;
+    RowPointers<ROWS> x(t);
     const BlockMeta* metas = t.x->metas + t.row * blocks;
     Vec acc[ROWS][PANELS];
 #pragma GCC unroll 16
@@ -113,11 +82,7 @@ struct QuantKernel {
           if (F::kHasMin) acc[i][j] = vec_fma(minimum, vec_set(meta.sum), acc[i][j]);
         }
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < kBases; ++i) {
-        x.bytes[i] += kQuantBlock;
-        keep_in_register(x.bytes[i]);
-      }
+      x.advance();
       record += half ? F::kRecord : 0;
     }
 #pragma GCC unroll 16
@@ -127,20 +92,9 @@ struct QuantKernel {
   }
 };
 
-QuantRows quantise(const MatmulArgs& a, Team& team) {
-  const bool is_own = a.m <= kMaxOwnRows;
-  char* memory = static_cast<char*>(a.scratch) + (is_own ? team.rank() * quant_rows_bytes(a.m, a.w.k) : 0);
-  const QuantRows rows = quant_rows_at(memory, a.m, a.w.k);
-  int64_t begin = 0, end = a.m;
-  if (!is_own) team.split(a.m, 1, &begin, &end);
-  for (int64_t row = begin; row < end; ++row) quantise_row(a, rows, row);
-  if (!is_own) team.barrier();
-  return rows;
-}
-
 template <class F>
 void matmul_with(const MatmulArgs& a, Team& team) {
-  const QuantRows rows = quantise(a, team);
+  const QuantRows rows = quantise_rows(a, team);
   walk_matrix<QuantKernel<F>>({{&a, static_cast<const char*>(a.w.data), a.w.panel_bytes(), 0, 0}, &rows}, team);
 }
 
@@ -151,7 +105,7 @@ void matmul_quantised(const MatmulArgs& args, Team& team) {
     case DType::q8_0: return matmul_with<WideFormat>(args, team);
     case DType::q4_0: return matmul_with<NibbleFormat>(args, team);
     case DType::q4_1: return matmul_with<MinFormat>(args, team);
-    default: return;  // the binding refuses other types
+    default: return matmul_super(args, team);
   }
 }
 

@@ -32,10 +32,17 @@ ETSERVE_INLINE void quantise_block(const float* x, DType type, int8_t* bytes, Bl
     sum += q;
   }
   meta->scale = is_finite ? (is_zero ? 0.0f : maximum * (1.0f / 127.0f)) : bits_to_float(0x7fc00000u);
-  if (type == DType::q4_1)
+  if (type == DType::q6_k) {
+    for (int h = 0; h < 2; ++h) {
+      int half = 0;
+      for (int i = 0; i < 16; ++i) half += bytes[16 * h + i];
+      meta->halves[h] = static_cast<int16_t>(half);
+    }
+  } else if (type == DType::q4_1 || type >= DType::q4_k) {
     meta->sum = meta->scale * static_cast<float>(sum);
-  else
+  } else {
     meta->start = sum * (type == DType::q8_0 ? -128 : -8);
+  }
 }
 
 [[maybe_unused]] void quantise_row(const MatmulArgs& a, const QuantRows& rows, int64_t row) {
@@ -54,6 +61,18 @@ ETSERVE_INLINE void quantise_block(const float* x, DType type, int8_t* bytes, Bl
     }
     quantise_block(is_bf16 || count < kQuantBlock ? copy : x, a.w.type, bytes + first, metas + b);
   }
+}
+
+// The rows as the kernels take them; every member has them when this returns.
+[[maybe_unused]] QuantRows quantise_rows(const MatmulArgs& a, Team& team) {
+  const bool is_own = a.m <= kMaxOwnRows;
+  char* memory = static_cast<char*>(a.scratch) + (is_own ? team.rank() * quant_rows_bytes(a.m, a.w.k) : 0);
+  const QuantRows rows = quant_rows_at(memory, a.m, a.w.k);
+  int64_t begin = 0, end = a.m;
+  if (!is_own) team.split(a.m, 1, &begin, &end);
+  for (int64_t row = begin; row < end; ++row) quantise_row(a, rows, row);
+  if (!is_own) team.barrier();
+  return rows;
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ namespace {
 #if defined(ETSERVE_ISA_avx512)
 
 using Vec = __m512;
+constexpr int kStreamRows = 4;  // see walk.h
 constexpr int kMaxRows2 = 12, kMaxRows4 = 6;  // rows of a tile of 2 and of 4 panels: 24 accumulators of 32 registers
 
 ETSERVE_INLINE Vec vec_set(float v) { return _mm512_set1_ps(v); }
@@ -64,6 +65,7 @@ ETSERVE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 struct Vec {
   __m256 low, high;
 };
+constexpr int kStreamRows = 4;
 constexpr int kMaxRows2 = 3, kMaxRows4 = 1;  // at most 12 of 16 registers
 
 ETSERVE_INLINE Vec vec_set(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
@@ -126,6 +128,7 @@ ETSERVE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
 typedef uint32_t BitVec __attribute__((vector_size(64)));
+constexpr int kStreamRows = 2;
 constexpr int kMaxRows2 = 2, kMaxRows4 = 1;
 
 ETSERVE_INLINE Vec vec_set(float v) { return Vec{} + v; }

@@ -3,18 +3,19 @@
 // A kernel K brings
 //   K::Corner                              a Tile, and what else the kernel wants to know
 //   K::kRows2, K::kRows4                   most rows of a tile of two and of four panels
+//   K::kStream                             so many rows, or fewer, take one panel after the other
 //   K::sum<ROWS, PANELS>(tile, sums, pitch)  the products of a tile: row i, panel j to sums[(i * pitch + j) * kPanel]
+//
+// Few rows are bound by memory. With a panel at a time each thread reads one stream from end to end, which the hardware
+// fetches ahead by itself. Four panels side by side, fetched ahead by instructions, are a sixth slower in bf16 and nearly
+// twice as slow in 4 bits.
+//
 // Every output is summed in the same order whatever the tile, so that the choice here is only one of speed.
 #pragma once
 #include "epilogue.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
-
-// So few rows are bound by memory. They take a panel at a time: each thread then reads one stream from end to end, which
-// the hardware fetches ahead by itself. Four panels side by side, fetched ahead by instructions, are a sixth slower
-// in bf16 and nearly twice as slow in 4 bits.
-constexpr int kStreamRows = 4;
 
 // While a group of panels is multiplied, the next group is fetched into the caches, line by line in the same rhythm; if a
 // group is so large that it would push itself out, only so far ahead.
@@ -25,7 +26,7 @@ ETSERVE_INLINE int64_t fetch_distance(int64_t panel_bytes) {
   return PANELS * panel_bytes <= kMaxGroupBytes ? PANELS * panel_bytes : kNearBytes;
 }
 
-// A panel on its own is read in order, see kStreamRows.
+// A panel on its own is read in order, and needs no help.
 template <int PANELS>
 ETSERVE_INLINE void fetch_ahead(const char* line) {
   if constexpr (PANELS > 1) prefetch(line);
@@ -77,8 +78,8 @@ void walk_matrix(const typename K::Corner& corner, Team& team) {
     t.panel = panel;
     return t;
   };
-  if (a.m <= kStreamRows) {
-    for (; panel < end; panel += unit) compute_streams<K, kStreamRows>(tile(), unit);
+  if (a.m <= K::kStream) {
+    for (; panel < end; panel += unit) compute_streams<K, K::kStream>(tile(), unit);
     return;
   }
   if (a.m <= K::kRows4)
