@@ -45,6 +45,8 @@ WHOLE_FIGURES = (
     Figure("mean_temperature", "mean T", 1.0, 3, None),
     Figure("blocks_skipped", "10⁶ block reads skipped", 1e-6, 2, None),
     Figure("num_preempted", "preemptions", 1.0, 0, None),
+    Figure("blocks_evicted", "blocks evicted", 1.0, 0, None),
+    Figure("tokens_per_step", "tokens per sequence and step", 1.0, 2, None),
     Figure("num_failed", "failed", 1.0, 0, None),
     Figure("cpu_foreign", "foreign CPU, %", 100.0, 0, None),
 )
@@ -81,6 +83,7 @@ def round_figures(run: RoundRun, deadline_seconds: float | None = None) -> dict[
         "num_failed": float(len(run.requests) - len(complete)),
         "blocks_skipped": float(sum(run.steps.num_blocks_skipped)),
         "num_preempted": float(sum(run.steps.num_preempted)),
+        "blocks_evicted": float(sum(run.steps.num_blocks_evicted)),
     }
     if run.cpu_foreign is not None:
         found["cpu_foreign"] = run.cpu_foreign
@@ -118,6 +121,9 @@ def _per_token(complete: Sequence[RequestRun]) -> dict[str, float]:
         "mean_temperature": float(np.mean([value for request in complete for value in request.temperatures])),
         "kept_share": kept_share(shares),
         "skipping_share": float(np.mean([share < 1.0 for share in shares])),
+        "tokens_per_step": float(
+            np.mean([len(r.token_ids) / len(set(r.token_seconds)) for r in complete if r.token_ids])
+        ),
     }
 
 

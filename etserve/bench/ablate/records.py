@@ -61,6 +61,8 @@ class StepRuns(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_skipped: list[int]
     num_preempted: list[int]
     num_forced: list[int]
+    num_blocks_evicted: list[int] = []
+    num_drafted_tokens: list[int] = []
 
 
 class RoundRun(msgspec.Struct, frozen=True, kw_only=True):
