@@ -135,6 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 if dtype is, else bfloat16
     backend: Literal["auto", "native", "torch"] = "auto"  # auto: native where csrc is built; torch: the slow oracle
     device: Literal["cpu", "cuda"] = "cpu"  # cuda: weights and KV cache on a GPU (docs/gpu.md)
+    cuda_graphs: bool = True  # on device cuda, replay decode steps as captured graphs
     threads: NonNegative = 0  # 0: the cores this process may use (affinity and cgroup)
     max_model_len: Positive | None = None  # None: the model's own context length
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64  # running at once

@@ -35,6 +35,7 @@ ENGINE_HELP = {
     "kv_dtype": "Of the KV cache.",
     "backend": "native: our kernels; torch: the slow reference.",
     "device": "cuda: weights and KV cache on a GPU.",
+    "cuda_graphs": "On device cuda: replay decode steps as captured graphs.",
     "threads": "0: every core this process may use.",
     "max_model_len": "Longest prompt + output in tokens. Default: the model's own.",
     "max_num_seqs": "Sequences running at once.",

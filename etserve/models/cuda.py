@@ -15,6 +15,7 @@ from etserve.attention.device_step import DeviceStep, check_step, upload
 from etserve.kernels.cuda import CudaKernels
 from etserve.kernels.native import DTYPE_CODES
 from etserve.kernels.selection import AttentionCounts
+from etserve.models.decode_graphs import Capturer, DecodeGraphs
 from etserve.models.device_weights import DeviceLayer, DeviceWeights
 from etserve.models.types import DecoderSpec, KVCache
 from etserve.models.weights import WeightSource
@@ -33,9 +34,11 @@ class CudaDecoder:
         sketch_bits: int = 0,
         *,
         kernels: CudaKernels,
+        capturer: Capturer | None = None,
     ) -> None:
         """`dtype` of weights, and `kv_dtype` the same. `rope_tables`: cos and sin, f32 [max_len, rotary_dim / 2].
 
+        `capturer`: of decode steps as graphs; None: every step is launched anew.
         Raises ModelError as the weights are read, ValueError for shapes and dtypes that the kernels do not take.
         """
         if dtype not in DTYPE_CODES or kv_dtype != dtype:
@@ -54,6 +57,7 @@ class CudaDecoder:
         cos, sin = (table.to(self._device, torch.float32).contiguous() for table in rope_tables)
         self._tables = cos, sin
         self._last: tuple[StepBatch, DeviceReads] | None = None
+        self.graphs = None if capturer is None else DecodeGraphs(capturer, self._run, self._device)
 
     @property
     def attention_counts(self) -> AttentionCounts | None:
@@ -75,6 +79,9 @@ class CudaDecoder:
         if not isinstance(cache, DeviceKV):
             raise TypeError("the cache is another decoder's")
         self._check(batch, cache)
+        if self.graphs is not None and self.graphs.takes(batch):
+            self._last = None
+            return self.graphs.forward(batch, cache)
         reads = DeviceReads()
         self._last = None if batch.selection is None and not batch.wants_block_mass else (batch, reads)
         return self._run(upload(batch, self._device), cache, reads)
@@ -93,8 +100,9 @@ class CudaDecoder:
         if batch.selection.rule.selector == "sketch" and not cache.sketches:
             raise ValueError("nothing can be skipped without sketches")
 
-    def _run(self, step: DeviceStep, cache: DeviceKV, reads: DeviceReads) -> torch.Tensor:
+    def _run(self, step: DeviceStep, cache: DeviceKV, reads: DeviceReads | None = None) -> torch.Tensor:
         """Launches only: nothing here waits for the device or looks at what lies there."""
+        reads = DeviceReads() if reads is None else reads
         hidden = embedding(step.token_ids, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             normed = self._norm(hidden, layer.input_norm)

@@ -14,6 +14,7 @@ from etserve.kernels.cuda import CudaKernels
 from etserve.kernels.cuda import load as load_kernels
 from etserve.models.config_file import read_config, read_generation_config
 from etserve.models.cuda import CudaDecoder
+from etserve.models.decode_graphs import CudaCapturer
 from etserve.models.decoder import TorchDecoder
 from etserve.models.files import ModelFiles
 from etserve.models.gguf_source import GgufSource, read_gguf_spec
@@ -158,7 +159,7 @@ def _decoder_class(config: EngineConfig, blocks: BlockSource | None = None) -> _
     if config.backend == "torch":
         return TorchDecoder if config.device == "cpu" else partial(TorchDecoder, device=_cuda_device())
     if (kernels := _device_kernels(config)) is not None:
-        return partial(CudaDecoder, kernels=kernels)
+        return partial(CudaDecoder, kernels=kernels, capturer=CudaCapturer() if config.cuda_graphs else None)
     try:
         from etserve.models.native import NativeDecoder
     except ImportError as error:
