@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from etserve.metrics import energy
 from etserve.metrics.engine_view import EngineCollector
 from etserve.metrics.names import Series
 
@@ -26,6 +27,7 @@ OWN_UNITS = {
     "etserve_requests_waiting": "sequences",
     "etserve_kv_blocks": "blocks",
     "etserve_cost_model_r2": "at most 1",
+    "etserve_energy_joules": "J",
 }
 # Values of labels that are known only at run time; of the others, the values are read off the series.
 OPEN_LABELS = {
@@ -61,6 +63,7 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     registry.register(EngineCollector(SimpleNamespace(health=lambda: health, load=lambda: load), compat=False))
     for family in registry.collect():
         yield family, labels.get(family.name, ())
+    yield CounterMetricFamily(energy.NAME, energy.HELP), ()  # exported where the machine tells
 
 
 def page() -> str:

@@ -65,6 +65,11 @@ def _clock() -> Sequence[Panel]:
             (ratio(rate(TAU), rate(FLOPS), "1e9"), "per GFLOP"),
             (ratio(rate(TAU), rate(BYTES), "1e9"), "per GB"),
         ], right_axis=("per GB", "nats/GB")),
+        lines("per joule", "Entropic time for the energy of the processors, and their power; all programs of the "
+              "machine together. Empty where the machine does not tell (RAPL).", "nats/J", [
+                  (ratio(rate(TAU), rate("etserve_energy_joules_total")), "per joule"),
+                  (rate("etserve_energy_joules_total"), "power"),
+              ], right_axis=("power", "watt")),
         lines("per token", "Entropic time per token drawn. Noise alone earns about half a nat, so compare it with "
               "like text only.",
               "nats", [(ratio(rate(TAU), rate(TOKENS)), "per token")]),

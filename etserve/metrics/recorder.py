@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 
 from etserve import __version__
+from etserve.metrics.energy import EnergyCollector, EnergyMeter
 from etserve.metrics.engine_view import EngineCollector, EngineView
 from etserve.metrics.names import REJECT_REASONS, Series
 from etserve.outputs import ModelInfo, SequenceOutput, StepStats
@@ -29,8 +30,9 @@ class Metrics:
         self._execute_phase = series.step_seconds.labels("execute")
 
     def watch(self, engine: EngineView) -> None:
-        """Read the engine's gauges at every scrape from now on. Once per registry."""
+        """Read the engine's gauges, and the machine's energy, at every scrape from now on. Once per registry."""
         self._registry.register(EngineCollector(engine, compat=self._compat))
+        self._registry.register(EnergyCollector(EnergyMeter()))
 
     def started(self, model: ModelInfo) -> None:
         """Say what is running and how long its start took."""
