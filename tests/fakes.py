@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,6 +111,14 @@ class FakeEngine:
         return self.info
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceOutput]:
+        return self.generate_all([request])[0]
+
+    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[AsyncIterator[SequenceOutput]]:
+        for request in requests:
+            self._check(request)
+        return [self._take(request) for request in requests]
+
+    def _check(self, request: GenerateRequest) -> None:
         if self.overloaded:
             raise OverloadedError("the queue is full", 2.5)
         if self.state != "ready" or self.is_draining:
@@ -120,6 +128,8 @@ class FakeEngine:
             raise PromptTooLongError(num_tokens, self.info.max_model_len)
         if request.params.grammar is not None and '"bad"' in request.params.grammar.schema:
             raise RequestError("The schema cannot be compiled.", param="response_format")
+
+    def _take(self, request: GenerateRequest) -> AsyncIterator[SequenceOutput]:
         self.seen.append(request)
         entry = self.running[request.request_id] = _Running(request)
         return self._outputs(entry)

@@ -1,5 +1,6 @@
 """Who is let in, and what those who are not are told. Plain numbers; no clock of its own, no engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etserve.config import EngineConfig
@@ -99,13 +100,14 @@ class Queue:
     num_free_seats: int  # of max_num_seqs
 
 
-def check_queue(queue: Queue, request: GenerateRequest, config: EngineConfig, rates: Rates) -> None:
-    """Raise OverloadedError, with the measured time after which there is room, if the queue is full."""
-    num_choices = request.params.n
+def check_queue(queue: Queue, requests: Sequence[GenerateRequest], config: EngineConfig, rates: Rates) -> None:
+    """Raise OverloadedError, with the measured time after which there is room, if the queue cannot take all of them."""
+    num_choices = sum(request.params.n for request in requests)
     num_waiting = queue.num_waiting - queue.num_free_seats
     if num_waiting < 0:
         return
-    num_tokens = queue.num_waiting_tokens + num_choices * len(request.prompt_token_ids)
+    num_new_tokens = sum(request.params.n * len(request.prompt_token_ids) for request in requests)
+    num_tokens = queue.num_waiting_tokens + num_new_tokens
     if num_waiting + num_choices > config.max_waiting_requests:
         reason = "Too many requests are waiting."
     elif queue.num_waiting > 0 and num_tokens > config.max_waiting_tokens:

@@ -1,6 +1,6 @@
 """The seam that the web floor sees: an engine, wherever it runs."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,6 +45,9 @@ class AsyncEngine(Protocol):
         Raises at the call, before anything is queued: PromptTooLongError, RequestError, OverloadedError,
         EngineUnavailableError. Closing the iterator early aborts the request.
         """
+
+    def generate_all(self, requests: Sequence[GenerateRequest]) -> Sequence[AsyncIterator[SequenceOutput]]:
+        """As `generate` for each, all or none: when one cannot be taken, nothing of any was queued."""
 
     def abort(self, request_id: str) -> None:
         """Idempotent; unknown ids are ignored. The iterator then yields finish reason "abort" for open choices."""

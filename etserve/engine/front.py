@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -70,7 +70,16 @@ class EngineFront:
 
     def generate(self, request: GenerateRequest) -> OutputIterator:
         """See AsyncEngine.generate."""
-        self._check(request)
+        return self.generate_all([request])[0]
+
+    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[OutputIterator]:
+        """See AsyncEngine.generate_all."""
+        for request in requests:
+            self._check(request)
+        check_queue(self._queue(), requests, self._config, self._rates)
+        return [self._take(request) for request in requests]
+
+    def _take(self, request: GenerateRequest) -> OutputIterator:
         if request.params.seed is None:  # drawn here, so that a restarted engine draws the same tokens
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
@@ -211,7 +220,6 @@ class EngineFront:
         check_steering(request.params, self._config.control, self._info.pruning_sketch_bits, self._info.can_evict)
         if request.params.grammar is not None:
             validate_grammar(request.params.grammar)
-        check_queue(self._queue(), request, self._config, self._rates)
 
     def _queue(self) -> Queue:
         stats = self._stats

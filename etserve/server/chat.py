@@ -5,7 +5,7 @@ from typing import Any
 
 from etserve.outputs import SequenceOutput, TokenEntropy, TokenLogprobs
 from etserve.server.logprobs import chat_logprobs
-from etserve.server.replies import ReplyFacts, Usage, entropic_record, entropic_summary, entropic_tokens
+from etserve.server.replies import ReplyFacts, Usage, entropic_record, output_chunks
 
 
 @dataclass(slots=True)
@@ -61,21 +61,14 @@ class ChatReply:
 
     def chunks(self, prompt_index: int, output: SequenceOutput) -> list[dict[str, Any]]:
         """The chunks of one output: what it added, if anything, and the finish."""
-        chunks = []
-        logprobs = self._logprobs(output.logprobs) if output.logprobs else None
+        logprobs, added = self._logprobs(output.logprobs) if output.logprobs else None, None
         if output.text or logprobs or output.entropies:
-            chunk = self._chunk(output.choice, {"content": output.text}, logprobs, None)
-            if self._facts.trace == "tokens":
-                chunk["choices"][0]["entropic"] = {"tokens": entropic_tokens(output.entropies)}
-            chunks.append(chunk)
+            added = self._chunk(output.choice, {"content": output.text}, logprobs, None)
         if output.finish_reason is not None:
             self._usage.add(prompt_index, output)
-            chunk = self._chunk(output.choice, {}, None, output.finish_reason)
-            chunk["choices"][0]["stop_reason"] = output.stop_reason
-            if self._facts.trace != "none":
-                chunk["choices"][0]["entropic"] = entropic_summary(output.entropy_summary)
-            chunks.append(chunk)
-        return chunks
+        return output_chunks(
+            self._facts.trace, output, added, self._chunk(output.choice, {}, None, output.finish_reason)
+        )
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk that carries the usage, and no choice."""

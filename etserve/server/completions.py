@@ -5,7 +5,7 @@ from typing import Any
 
 from etserve.outputs import SequenceOutput, TokenEntropy, TokenLogprobs
 from etserve.server.logprobs import CompletionLogprobs
-from etserve.server.replies import ReplyFacts, Usage, entropic_record, entropic_summary, entropic_tokens
+from etserve.server.replies import ReplyFacts, Usage, entropic_record, output_chunks
 
 Logprobs = dict[str, list[Any]]
 
@@ -106,22 +106,14 @@ class CompletionReply:
         return [chunk for one in released for chunk in self._chunks(prompt_index, one)]
 
     def _chunks(self, prompt_index: int, output: SequenceOutput) -> list[dict[str, Any]]:
-        chunks = []
         index = prompt_index * self._facts.params.n + output.choice
         text, logprobs = self._take(self._choices[index], prompt_index, output)
+        added = None
         if text or logprobs or output.entropies:
-            chunk = self._chunk(index, text, _joined(logprobs) if logprobs else None, None)
-            if self._facts.trace == "tokens":
-                chunk["choices"][0]["entropic"] = {"tokens": entropic_tokens(output.entropies)}
-            chunks.append(chunk)
+            added = self._chunk(index, text, _joined(logprobs) if logprobs else None, None)
         if output.finish_reason is not None:
             self._usage.add(prompt_index, output)
-            chunk = self._chunk(index, "", None, output.finish_reason)
-            chunk["choices"][0]["stop_reason"] = output.stop_reason
-            if self._facts.trace != "none":
-                chunk["choices"][0]["entropic"] = entropic_summary(output.entropy_summary)
-            chunks.append(chunk)
-        return chunks
+        return output_chunks(self._facts.trace, output, added, self._chunk(index, "", None, output.finish_reason))
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk that carries the usage, and no choice."""

@@ -16,7 +16,7 @@ QUEUE_OUTPUTS = 16  # per prompt, between the engine's iterators and a slow clie
 class Generation:
     """The engine requests of one HTTP request: one per prompt, each of `n` choices.
 
-    Raises at construction what AsyncEngine.generate raises, with nothing left in the queue.
+    Raises at construction what AsyncEngine.generate_all raises, with nothing left in the queue.
     `close` must be called in the end, however that comes about.
     """
 
@@ -35,16 +35,9 @@ class Generation:
         self._open = {(i, choice) for i, request in enumerate(requests) for choice in range(request.params.n)}
         self._last_token: dict[tuple[int, int], float] = {}
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self._request_ids: list[str] = []
-        self._iterators: list[AsyncIterator[SequenceOutput]] = []
+        self._request_ids = [request.request_id for request in requests]
         self._is_closed = False
-        try:
-            for request in requests:
-                self._iterators.append(engine.generate(request))
-                self._request_ids.append(request.request_id)
-        except BaseException:
-            self._abort_all()
-            raise
+        self._iterators = engine.generate_all(requests)
 
     async def outputs(self) -> AsyncIterator[tuple[int, SequenceOutput]]:
         """Yield (prompt index, output) in the order in which they come."""

@@ -60,7 +60,8 @@ def _check_sizes(value: Mapping[str, Any]) -> None:
 def _refusal(kind: str, location: tuple[str | int, ...], message: str, value: Any) -> RequestError:
     param = _spell(location, value)
     if kind != "extra_forbidden":
-        return RequestError(f"`{param}`: {message}.", param=param, code="invalid_value")
+        code = "unsupported_parameter" if kind == "not_offered" else "invalid_value"
+        return RequestError(f"`{param}`: {message}.", param=param, code=code)
     parent = location[0] if len(location) > 1 else None
     name = location[-1]
     if (parent is None and name in NOT_OFFERED) or (parent == "entropic" and name in ENTROPIC_NOT_OFFERED):

@@ -85,6 +85,23 @@ class Usage:
         return usage
 
 
+def output_chunks(
+    trace: Trace, output: SequenceOutput, added: dict[str, Any] | None, ending: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The chunks of one output: `added`, if anything was, and `ending` if it is the last; with the traced record."""
+    chunks = []
+    if added is not None:
+        if trace == "tokens":
+            added["choices"][0]["entropic"] = {"tokens": entropic_tokens(output.entropies)}
+        chunks.append(added)
+    if output.finish_reason is not None:
+        ending["choices"][0]["stop_reason"] = output.stop_reason
+        if trace != "none":
+            ending["choices"][0]["entropic"] = entropic_summary(output.entropy_summary)
+        chunks.append(ending)
+    return chunks
+
+
 def entropic_record(trace: Trace, summary: EntropySummary | None, entries: list[TokenEntropy]) -> dict[str, Any]:
     """A whole choice's record: the summary, and with trace "tokens" an entry per token."""
     record = entropic_summary(summary)

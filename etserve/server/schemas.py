@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -41,6 +42,18 @@ class Strict(BaseModel):
     """No unknown field, no coercion: true is not 1, "1" is not 1."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def _one_or_list(value: Any) -> str:
+    """Which branch of "one or a list" a value belongs to: without it a refusal would speak of the other one."""
+    return "list" if isinstance(value, list) else "one"
+
+
+Stops = Annotated[
+    Annotated[StopText, Tag("one")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), Tag("list")],
+    Discriminator(_one_or_list),
+]
 
 
 class StreamOptions(Strict):
@@ -84,7 +97,7 @@ class SamplingFields(Strict):
     min_p: Annotated[Number, Field(ge=0.0, le=1.0)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     min_tokens: Count | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -122,14 +135,31 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
 
 
+OTHER_PARTS = frozenset({"file", "image_url", "input_audio", "input_image", "refusal", "video_url"})
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_offered(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in OTHER_PARTS:
+            raise PydanticCustomError("not_offered", "parts of type {kind} are not offered, only text", {"kind": value})
+        return value
+
+
+Content = Annotated[
+    Annotated[str, Tag("one")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True), Tag("list")],
+    Discriminator(_one_or_list),
+]
+
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True)]
+    content: Content
     name: Annotated[str, Field(max_length=256)] | None = None
     # What an assistant's reply holds when a client sends it back whole: nothing of it may say anything.
     refusal: None = None

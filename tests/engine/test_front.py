@@ -114,6 +114,22 @@ def test_the_queue_is_bounded_by_requests_and_an_honest_wait_is_told() -> None:
     go(main())
 
 
+def test_of_several_prompts_that_do_not_all_fit_none_is_queued_and_others_are_not_refused_for_them() -> None:
+    async def main() -> None:
+        front = FakeFront(max_num_seqs=2, max_waiting_requests=3)
+        kept = [front.generate(request(str(i))) for i in range(4)]
+        num_sent = len(front.sent)
+        with pytest.raises(OverloadedError):
+            front.generate_all([request("a"), request("b")])
+        with pytest.raises(PromptTooLongError):
+            front.generate_all([request("a"), request("b", num_prompt=64)])
+        assert len(front.sent) == num_sent
+        kept.append(front.generate(request("the last place")))
+        assert len(front.sent) == num_sent + 1
+
+    go(main())
+
+
 def test_the_queue_is_bounded_by_prompt_tokens_but_one_prompt_always_fits() -> None:
     async def main() -> None:
         front = FakeFront(max_num_seqs=1, max_waiting_tokens=10)

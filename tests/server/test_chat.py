@@ -70,6 +70,20 @@ def test_a_stream_names_the_role_first_and_ends_with_done() -> None:
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
 
 
+def test_a_part_that_is_known_and_not_offered_is_refused_by_its_kind() -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+    error = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, image]}]).json()["error"]
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == "messages[0].content[1].type"
+    assert error["message"] == "`messages[0].content[1].type`: parts of type image_url are not offered, only text."
+
+
+def test_a_refusal_speaks_of_the_form_that_was_sent() -> None:
+    error = chat(stop=["a", ""]).json()["error"]
+    assert error["param"] == "stop[1]"
+    assert "at least 1 character" in error["message"]
+
+
 @pytest.mark.parametrize(
     "content",
     [
