@@ -4,6 +4,9 @@
 
 A mix: whole and streamed, chat and completions, sampled and greedy, with logprobs, some cut by their client, some
 malformed. Exit code 1 if a well-formed request fails or the engine process was replaced.
+
+Prompts come from a pool: the tokenizers library remembers up to 10,000 words, a whole prompt being one for the unit
+model, and would fill that memory (4 KiB each, then flat) for as long as every prompt is new.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "tests" / "data" / "unit_model"
 START_SECONDS = 120.0
+NUM_PROMPTS = 500
 WORDS = "the sea was calm and a small boat went out to find what the wind had left behind".split()  # noqa: SIM905
 
 
@@ -33,6 +37,7 @@ class Soak:
     url: str
     front_pid: int
     rng: random.Random
+    texts: list[str]
     num_failed: int = 0
     sizes: list[tuple[int, float, float]] = field(default_factory=list)
 
@@ -69,7 +74,7 @@ class Soak:
             await response.read()
 
     def _body(self) -> tuple[str, dict[str, Any]]:
-        text = " ".join(self.rng.choices(WORDS, k=self.rng.randint(3, 40)))
+        text = self.rng.choice(self.texts)
         common = {
             "max_tokens": self.rng.randint(1, 12),
             "temperature": self.rng.choice([0, 0.8]),
@@ -104,7 +109,9 @@ async def soak(options: argparse.Namespace) -> int:
     try:
         assert process.stdout is not None
         await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_SECONDS)
-        run = Soak(f"http://127.0.0.1:{options.port}", process.pid, random.Random(options.seed))
+        rng = random.Random(options.seed)
+        texts = [" ".join(rng.choices(WORDS, k=rng.randint(3, 40))) for _ in range(NUM_PROMPTS)]
+        run = Soak(f"http://127.0.0.1:{options.port}", process.pid, rng, texts)
         await run.run(options.num_requests, options.at_once, options.samples)
     finally:
         process.send_signal(signal.SIGTERM)
