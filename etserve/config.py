@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from etserve.control import priority, thermostat
-from etserve.control.draft import DraftLaw
+from etserve.control.draft import DraftLaw, VerifyLaw
 from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
 
@@ -63,6 +63,10 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     watchdog_steps: Positive = 64  # between two comparisons with dense attention
     watchdog_divergence_nats: Nats = 0.05  # above it twice running: pruning is off for the request
     kv_protect: bool = False  # system messages are always read, and never evicted
+    # tokens drawn with blocks skipped are computed again densely, several in one step
+    verify: Literal["off", "bounded", "lossless"] = "off"  # lossless: held back until then; bounded: only KV is renewed
+    verify_budget_nats: Nats = 0.03  # of expected divergence, summed over the tokens since the last time
+    verify_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 16
     # under memory pressure, or a sequence's own budget: which blocks give their memory back for good
     eviction: Literal["off", "pressure", "budget"] = "off"  # what a request gets that says nothing of it
     block_budget: Annotated[int, msgspec.Meta(ge=32)] | None = None  # blocks that a sequence holds at most, of budget
@@ -75,6 +79,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.pruning_law()
         if self.temperature_mode in thermostat.TARGETED_MODES and self.target() is None:
             raise ValueError(f"temperature_mode {self.temperature_mode} takes target_entropy_nats or mean_entropy_nats")
+        if self.verify != "off" and self.eviction != "off":
+            raise ValueError("verify takes eviction off: what is evicted cannot be computed again")
         if self.eviction == "budget" and self.block_budget is None:
             raise ValueError("eviction budget takes block_budget")
 
@@ -107,6 +113,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             waiting_wait_seconds=self.waiting_wait_seconds,
             batch_wait_seconds=self.batch_wait_seconds,
         )
+
+    def verify_law(self, mode: Literal["off", "bounded", "lossless"] | None = None) -> VerifyLaw | None:
+        """The law in a request's own mode where it gives one; None: nothing is verified."""
+        wanted = self.verify if mode is None else mode
+        return None if wanted == "off" else VerifyLaw(wanted, self.verify_budget_nats, self.verify_max_tokens)
 
     def draft_law(self) -> DraftLaw:
         return DraftLaw(self.max_draft_tokens, self.draft_row_cost)

@@ -119,6 +119,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_active: int
     kv_blocks_cached: int  # free, but still usable as a prefix
     kv_blocks_free: int
+    num_verifications: int = 0  # sequences whose tokens drawn with blocks skipped were computed again
     num_drafted_tokens: int = 0  # computed on a guess
     num_accepted_tokens: int = 0  # of them: steps that their sequences are spared
     entropies: list[float] = []  # H_raw of every token drawn in this step

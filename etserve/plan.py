@@ -25,6 +25,7 @@ class ScheduledSequence:
     age_seconds: float = 0.0  # since it was last served, or arrived
     is_forced: bool = False  # overdue: it came before others whatever they resolve
     num_evicted_blocks: int = 0  # null blocks in the table: attention does without their tokens
+    ahead_of: Sequence | None = None  # `seq` is a guess at what this one will be, and is told to nobody
     draft: tuple[int, ...] = ()  # guesses at the tokens to come, computed with it: the last of `num_tokens`
 
     @property
@@ -55,6 +56,7 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
     admitted: tuple[Sequence, ...] = ()  # first time scheduled, in this step
+    num_verifications: int = 0  # sequences whose tokens drawn with blocks skipped are computed again
     num_blocks_evicted: int = 0
     num_sequences_evicted: int = 0  # evicted from for the first time since they were computed
 

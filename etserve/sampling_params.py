@@ -26,6 +26,7 @@ class EntropicParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_protect: bool | None = None  # the protected spans are always read
     eviction: Literal["off", "pressure", "budget"] | None = None  # when blocks give their memory back for good
     block_budget: int | None = None  # blocks to hold at most, of eviction "budget"
+    verify: Literal["off", "bounded", "lossless"] | None = None  # what was drawn with blocks skipped
     speculation: Literal["off", "on"] | None = None  # guess tokens and verify them: changes their speed alone
     protected_spans: tuple[tuple[int, int], ...] = ()  # [start, end) of prompt tokens, from the chat's roles
 
@@ -55,6 +56,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace = "none"  # how much of the entropy record goes into the reply
     entropic: EntropicParams = EntropicParams()
     skip_special_tokens: bool = True
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def is_greedy(self) -> bool:

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from etserve.control.choice import ChoiceControl
 from etserve.control.clock import EntropyClock
-from etserve.control.draft import DraftRecord
+from etserve.control.draft import DraftRecord, DraftRun
 from etserve.outputs import FinishReason
 from etserve.sampling_params import SamplingParams
 
@@ -53,6 +53,8 @@ class Sequence:
     clock: EntropyClock = field(default_factory=EntropyClock)
     control: ChoiceControl = field(default_factory=ChoiceControl)
     drafts_ahead: bool = False  # tokens to come may be guessed, and computed with the latest one
+    run: DraftRun = field(default_factory=DraftRun)  # drawn with blocks skipped, and not verified
+    is_refreshing: bool = False  # its next step renews keys and values that were computed with blocks skipped
     drafted: DraftRecord = field(default_factory=DraftRecord)
 
     @property

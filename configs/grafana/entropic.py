@@ -161,7 +161,8 @@ def _order() -> Sequence[Panel]:
         lines("Guessed tokens", "Tokens computed on a guess, and those of them that were drawn so, per second: each of "
               "these spared its sequence a step.", "ops",
               [(rate("etserve_draft_tokens_total"), "guessed"),
-               (rate("etserve_draft_tokens_accepted_total"), "accepted")], limit=0.1),
+               (rate("etserve_draft_tokens_accepted_total"), "accepted"),
+               (rate("etserve_verifications_total"), "runs computed again densely")], limit=0.1),
     ]  # fmt: skip
 
 

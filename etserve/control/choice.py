@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from etserve.control import pruning, thermostat
+from etserve.control.draft import VerifyLaw
 from etserve.control.eviction import EvictionConfig
 from etserve.control.priority import DropAverage
 from etserve.control.pruning import PruningConfig, PruningState
@@ -25,6 +26,7 @@ class ChoiceLaws:
     thermostat: ThermostatConfig = field(default_factory=ThermostatConfig)
     pruning: PruningConfig | None = None  # None: every step is dense
     protected_spans: tuple[tuple[int, int], ...] = ()  # [start, end) of prompt tokens whose blocks are always read
+    verification: VerifyLaw | None = None  # of what was drawn with blocks skipped
     ranks_by_entropy: bool = False  # the macro loop asks for drops and nearness of the end
     eviction: EvictionConfig | None = None  # None: no block is given back before the end
     block_budget: int | None = None  # blocks to hold at most, as far as the guards allow; None: evict under pressure
@@ -96,20 +98,31 @@ class ChoiceControl:
     def num_sure_dense_tokens(self) -> float:
         """Contexts below so many tokens are read whole, whatever entropy the tokens to come will have."""
         law = self.laws.pruning
-        if law is None or self.pruning.disabled_reason is not None:
+        if law is None or self.is_lossless or self.pruning.disabled_reason is not None:
             return math.inf
         return law.min_context_tokens
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether blocks are skipped for guesses alone: every token that stands is drawn densely."""
+        return self.laws.verification is not None and self.laws.verification.mode == "lossless"
+
+    def guess_epsilon(self, context_tokens: int) -> float:
+        """Attention mass that a guess at the next token may miss; 0: a guess would cost as much as the token."""
+        if self.laws.pruning is None or not self.is_lossless:
+            return 0.0
+        return pruning.allowed_epsilon(self.laws.pruning, self.pruning, context_tokens)
+
     def epsilon(self, context_tokens: int) -> float:
         """Attention mass that the next step may miss; 0: dense."""
-        if self.laws.pruning is None:
+        if self.laws.pruning is None or self.is_lossless:
             return 0.0
         return pruning.epsilon(self.laws.pruning, self.pruning, context_tokens)
 
     def check_epsilon(self, context_tokens: int) -> float:
         """At the watchdog's checks the epsilon of the pass that is compared with the dense one, else 0."""
         law = self.laws.pruning
-        if law is None or not pruning.is_check_due(law, self.pruning, context_tokens):
+        if law is None or self.is_lossless or not pruning.is_check_due(law, self.pruning, context_tokens):
             return 0.0
         return pruning.allowed_epsilon(law, self.pruning, context_tokens)
 

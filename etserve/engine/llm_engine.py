@@ -130,7 +130,7 @@ class LLMEngine:
         outputs = []
         for item in plan.scheduled:
             renderer = self._renderers.get(item.seq.seq_id)
-            if renderer is None:
+            if renderer is None or item.ahead_of is not None:
                 continue
             try:
                 output = self._render_item(item, renderer, result, meter)

@@ -22,6 +22,7 @@ def start_control(config: ControlConfig, params: SamplingParams) -> ChoiceContro
         thermostat=config.thermostat_law(wanted.temperature_mode, wanted.target_entropy_nats),
         pruning=config.pruning_law(wanted.epsilon) if is_pruned else None,
         protected_spans=params.entropic.protected_spans if (is_pruned or evicts != "off") and protects else (),
+        verification=config.verify_law(wanted.verify) if is_pruned else None,
         ranks_by_entropy=config.priority_mode != "fcfs",
         eviction=None if evicts == "off" else EvictionConfig(),
         block_budget=budget if evicts == "budget" else None,
@@ -52,6 +53,7 @@ def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: i
     if wanted.pruning == "on" and not config.can_prune(sketch_bits):
         raise _refusal("pruning", "this server keeps no key sketches (pruning_sketch_bits)", "unsupported_parameter")
     _check_eviction(wanted, config, can_evict)
+    _check_verify(wanted, config)
     if wanted.speculation == "on" and config.speculation == "off":
         raise _refusal("speculation", "this server drafts no tokens (speculation)", "unsupported_parameter")
     spans = wanted.protected_spans
@@ -69,6 +71,14 @@ def _check_eviction(wanted: EntropicParams, config: ControlConfig, can_evict: bo
         raise _refusal("block_budget", f"it must be at least {EvictionConfig().min_kept_blocks}")
     if evicts == "budget" and wanted.block_budget is None and config.block_budget is None:
         raise _refusal("block_budget", "eviction budget needs it")
+
+
+def _check_verify(wanted: EntropicParams, config: ControlConfig) -> None:
+    verify = config.verify if wanted.verify is None else wanted.verify
+    if wanted.verify not in (None, "off") and (wanted.pruning or config.pruning) == "off":
+        raise _refusal("verify", "it takes pruning on")
+    if verify != "off" and (wanted.eviction or config.eviction) != "off":
+        raise _refusal("verify", "it takes eviction off")
 
 
 def _refusal(name: str, problem: str, code: str = "invalid_value") -> RequestError:

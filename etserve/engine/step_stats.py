@@ -43,8 +43,9 @@ class StepMeter:
         entropies = [sampled.entropy_nats for sampled in self._sampled]
         num_drafted = sum(len(item.draft) for item in plan.scheduled)
         num_accepted = sum(len(found) for found in result.followers.values())
-        num_decode = sum(item.num_tokens for item in plan.scheduled if item.is_decode) - num_drafted
-        num_prefill = plan.num_tokens - num_drafted - num_decode
+        num_ahead = sum(item.ahead_of is not None for item in plan.scheduled)
+        num_decode = sum(item.num_tokens for item in plan.scheduled if item.is_decode) - num_drafted - num_ahead
+        num_prefill = plan.num_tokens - num_drafted - num_ahead - num_decode
         flops = sum(result.flops.values())
         end = self._now()
         costs.observe(
@@ -62,6 +63,7 @@ class StepMeter:
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode + num_accepted,
             num_cached_tokens=sum(seq.num_cached_tokens for seq in plan.admitted),
+            num_verifications=plan.num_verifications,
             num_drafted_tokens=num_drafted,
             num_accepted_tokens=num_accepted,
             num_prompt_tokens=sum(seq.num_prompt_tokens for seq in plan.admitted),

@@ -146,6 +146,9 @@ class Series:
         self.sequences_evicted = self._counter(
             "etserve_sequences_evicted", "Sequences that lost their first KV block to eviction."
         )
+        self.verifications = self._counter(
+            "etserve_verifications", "Times that what a sequence drew with blocks skipped was computed again densely."
+        )
         self.draft_tokens = self._counter("etserve_draft_tokens", "Tokens computed on a guess.")
         self.draft_tokens_accepted = self._counter(
             "etserve_draft_tokens_accepted", "Guessed tokens that were drawn so: each spares its sequence a step."

@@ -81,6 +81,7 @@ class Metrics:
         for value in stats.schedule_ages_seconds:
             series.schedule_age.observe(value)
         series.blocks_skipped.inc(stats.num_blocks_skipped)
+        series.verifications.inc(stats.num_verifications)
         series.draft_tokens.inc(stats.num_drafted_tokens)
         series.draft_tokens_accepted.inc(stats.num_accepted_tokens)
         series.blocks_evicted.inc(stats.num_blocks_evicted)

@@ -7,10 +7,6 @@ from etserve.sampling_params import SamplingParams
 from etserve.sequence import Sequence
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 class TokenCounts:
     """Which tokens one sequence contains and how often its output repeats them; grows with the sequence."""
 

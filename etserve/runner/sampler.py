@@ -13,7 +13,7 @@ from etserve.kernels import rows
 from etserve.plan import Sampled
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
 from etserve.runner.measuring import RawRows, entropies
-from etserve.runner.penalties import TokenCounts, has_penalties
+from etserve.runner.penalties import TokenCounts
 from etserve.runner.steering import SteeredRows
 from etserve.sequence import Sequence
 
@@ -34,7 +34,7 @@ class _Wishes:
 
     def __init__(self, seq: Sequence, eos_token_ids: tuple[int, ...], matcher: GrammarMatcher | None) -> None:
         params = seq.params
-        self.counts = TokenCounts() if has_penalties(params) else None
+        self.counts = TokenCounts() if params.has_penalties else None
         self.matcher = matcher
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)

@@ -54,6 +54,7 @@ class StepDraft:
         self.budget = budget  # tokens left
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
+        self.num_verifications = 0
         self.is_short = False  # someone's blocks were evicted because the pool had none left
         self._num_blocks_evicted = 0
         self._num_sequences_evicted = 0
@@ -77,7 +78,18 @@ class StepDraft:
             num_evicted_blocks=seq.num_evicted_blocks,
         )
         (self._decodes if is_decode else self._prefills).append(item)
+        self.num_verifications += seq.is_refreshing
+        seq.is_refreshing = False
         self.budget -= num_tokens
+        seq.last_scheduled_step = self.step
+
+    def add_ahead(self, ahead: Sequence, seq: Sequence, block_table: list[int], epsilon: float) -> None:
+        """Let `ahead`, a guess at what `seq` will be, compute its latest token."""
+        item = ScheduledSequence(
+            ahead, ahead.num_computed_tokens, 1, block_table, is_decode=True, epsilon=epsilon, ahead_of=seq
+        )
+        self._decodes.append(item)
+        self.budget -= 1
         seq.last_scheduled_step = self.step
 
     def evicted(self, seq: Sequence, num_blocks: int) -> None:
@@ -102,6 +114,7 @@ class StepDraft:
             scheduled=(*self._decodes, *self._prefills),
             preempted=tuple(self.preempted),
             admitted=tuple(self.admitted),
+            num_verifications=self.num_verifications,
             num_blocks_evicted=self._num_blocks_evicted,
             num_sequences_evicted=self._num_sequences_evicted,
         )

@@ -5,10 +5,12 @@ One quantity: `num_computed_tokens` chases `num_tokens`. A step computes a piece
 
 from collections.abc import Callable, Collection
 
+from etserve.control.draft import DraftRun
 from etserve.errors import PromptTooLongError, RequestError
 from etserve.kv.manager import KVCacheManager
 from etserve.outputs import FinishReason
 from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, SchedulerOutput
+from etserve.scheduler.ahead import RunningAhead
 from etserve.scheduler.draft import RankedQueue, StepDraft
 from etserve.scheduler.eviction import Evictor
 from etserve.scheduler.policy import StepPolicy, fcfs, is_decode
@@ -54,6 +56,7 @@ class Scheduler:
         self._policy = policy
         self._evictor = Evictor(kv) if evictor is None else evictor
         self._speculation = speculation
+        self._ahead = RunningAhead(kv, eos_token_ids)
         self._rank = fcfs if policy is None else policy
         self._waiting = RankedQueue(self._rank)
         self._running = RankedQueue(self._rank)
@@ -129,6 +132,7 @@ class Scheduler:
             self._stop_waiting(seq)
         self.kv.free(seq, keep_content=reason != "error")
         self._evictor.forget(seq)
+        self._ahead.forget(seq)
         if self._speculation is not None:
             self._speculation.forget(seq)
         seq.status = Status.FINISHED
@@ -174,6 +178,8 @@ class Scheduler:
         """Compute the next tokens of a running sequence, at the cost of worse-ranked ones if it needs their blocks."""
         if seq.status is not Status.RUNNING:  # preempted a moment ago
             return
+        if is_decode(seq) and self._ahead.extend(draft, seq):
+            return
         num_tokens = min(seq.num_uncomputed_tokens, draft.budget)
         if is_decode(seq):
             draft.evicted(seq, self._evictor.keep_budget(seq, seq.num_computed_tokens + num_tokens))
@@ -185,6 +191,7 @@ class Scheduler:
             if victim is seq:
                 return
         draft.add(seq, num_tokens, self.kv.block_table(seq), is_decode(seq))
+        self._ahead.verify(draft, seq)
 
     def _evict(self, draft: StepDraft) -> bool:
         """Take blocks of decoding sequences that allow it and are not in the plan yet; False if there are none.
@@ -205,11 +212,13 @@ class Scheduler:
 
     def _preempt(self, draft: StepDraft, seq: Sequence) -> None:
         self._running.remove(seq)
+        self._ahead.forget(seq)
         self.kv.preempt(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         seq.num_evicted_blocks = 0
         seq.num_dense_tokens = None  # what comes now is dense: recomputation reads every block
+        seq.run = DraftRun()
         seq.last_served_seconds = draft.now
         self._wait(seq)
         draft.preempted.append(seq)
@@ -263,6 +272,9 @@ class Scheduler:
 
     def _advance(self, item: ScheduledSequence, output: ModelRunnerOutput, now: float) -> bool:
         """Move one sequence on by what was computed; True if that ended it."""
+        if item.ahead_of is not None:
+            self._ahead.take(item, item.ahead_of, output, now)
+            return False
         seq = item.seq
         seq.flops += output.flops.get(seq.seq_id, 0.0)
         seq.bytes_read += output.seq_bytes.get(seq.seq_id, 0.0)
@@ -281,9 +293,20 @@ class Scheduler:
             return False
         if seq.num_output_tokens >= seq.max_output_tokens:  # the prompt was to be scored only
             return self.finish(seq, "length")
-        if seq.drafts_ahead:
+        if seq.drafts_ahead or item.draft:
             seq.drafted = seq.drafted.observe(len(item.draft), len(output.followers.get(seq.seq_id, ())))
-        return self._append(seq, output.sampled[seq.seq_id], now)
+        sampled = output.sampled[seq.seq_id]
+        return self._append(seq, sampled, now) or self._count_risk(item, sampled)
+
+    def _count_risk(self, item: ScheduledSequence, sampled: Sampled) -> bool:
+        """Have what was drawn with blocks skipped computed again once its risk is spent (verify bounded); False."""
+        seq, law = item.seq, item.seq.control.laws.verification
+        if item.epsilon > 0.0 and law is not None and seq.num_dense_tokens is not None:
+            seq.run = law.observe(seq.run, sampled.entropy_nats)
+            if law.is_due(seq.run):
+                seq.num_computed_tokens, seq.num_dense_tokens = seq.num_dense_tokens, None
+                seq.run, seq.is_refreshing = DraftRun(), True
+        return False
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> bool:
         seq.token_ids.append(sampled.token_id)

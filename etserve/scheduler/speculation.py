@@ -56,7 +56,8 @@ class Speculation:
     def _guess(self, item: ScheduledSequence, acceptance: float, threshold: float) -> list[int]:
         """Tokens worth computing, none of which may end the sequence."""
         seq = item.seq
-        if not seq.drafts_ahead or seq.may_be_evicted or not item.samples:
+        is_taken = item.draft or item.ahead_of is not None  # verifies guesses of its own, or makes one
+        if not seq.drafts_ahead or is_taken or not item.samples or seq.may_be_evicted:
             return []  # what is evicted is decided by the attention of each step
         length = min(
             self._law.length(acceptance, threshold, seq.clock.entropy_nats),

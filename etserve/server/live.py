@@ -23,7 +23,7 @@ FRAME_SECONDS: Final = 0.1  # no viewer gets frames closer together
 HEARTBEAT_SECONDS: Final = 1.0  # a frame also when no step was made
 QUEUE_FRAMES: Final = 8  # per viewer; beyond it the oldest is dropped
 MAX_VIEWERS: Final = 32
-_PRUNING_OPTIONS: Final = ("pruning", "epsilon", "kv_protect")
+_PRUNING_OPTIONS: Final = ("pruning", "epsilon", "verify", "kv_protect")
 _encode = msgspec.json.Encoder().encode
 router = APIRouter(redirect_slashes=False)
 

@@ -96,6 +96,7 @@ def _entropic(wanted: EntropicOptions | None) -> EntropicParams:
         kv_protect=wanted.kv_protect,
         eviction=wanted.eviction,
         block_budget=wanted.block_budget,
+        verify=wanted.verify,
         speculation=wanted.speculation,
     )
 

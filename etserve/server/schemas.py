@@ -35,7 +35,7 @@ NOT_OFFERED = frozenset({
     "web_search_options",
 })
 # fmt: on
-ENTROPIC_NOT_OFFERED = frozenset({"verify"})
+ENTROPIC_NOT_OFFERED: frozenset[str] = frozenset()
 
 
 class Strict(BaseModel):
@@ -83,6 +83,7 @@ class EntropicOptions(Strict):
     kv_protect: bool | None = None
     eviction: Literal["off", "pressure", "budget"] | None = None
     block_budget: Annotated[int, Field(ge=32, le=1 << 24)] | None = None
+    verify: Literal["off", "bounded", "lossless"] | None = None
     speculation: Literal["off", "on"] | None = None
     trace: Literal["none", "summary", "tokens"] = "none"
 

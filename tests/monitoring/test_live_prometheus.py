@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian package) is not installed"),
 ]
-GUESSING = ("--speculation", "ngram")
+GUESSING = ("--speculation", "ngram", "--verify", "bounded")
 ENTROPIC = ROOT / "configs" / "entropic.toml"
 VARIABLES = {"$__rate_interval": "20s", "$instance": ".+", "$model": ".+"}
 PATIENCE_SECONDS = 90.0

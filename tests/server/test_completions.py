@@ -210,7 +210,7 @@ def test_an_option_that_is_not_offered_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("verify", "off"),
+        ("verify", "on"),
         ("nonsense", 1),
         ("temperature_mode", "fixed"),
         ("target_entropy_nats", -0.1),

@@ -64,7 +64,7 @@ def test_what_the_control_loop_did_is_added_up(metrics: Metrics, registry: Colle
     facts = {
         "kept_fractions": [0.25, 0.5], "skipped_masses": [0.05], "num_blocks_skipped": 40, "num_saturated_low": 1,
         "num_saturated_high": 2, "prune_fallbacks": {"watchdog": 1, "jump": 3}, "schedule_ages_seconds": [0.5, 1.5],
-        "num_forced": 1, "num_drafted_tokens": 8, "num_accepted_tokens": 3,
+        "num_forced": 1, "num_drafted_tokens": 8, "num_accepted_tokens": 3, "num_verifications": 1,
         "cost_r_squared": {"prefill": 0.5, "decode": 0.75},
     }  # fmt: skip
     for _ in range(2):
@@ -76,6 +76,7 @@ def test_what_the_control_loop_did_is_added_up(metrics: Metrics, registry: Colle
         "etserve_blocks_skipped_total": 80,
         "etserve_schedule_age_seconds_sum": 4.0,
         "etserve_draft_tokens_total": 16,
+        "etserve_verifications_total": 2,
         "etserve_draft_tokens_accepted_total": 6,
         "etserve_starvation_forced_total": 2,
     }
