@@ -9,73 +9,15 @@
 #include <string>
 #include <utility>
 #include <vector>
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
 
-#ifdef __x86_64__
-// Saves the callee-saved registers on this stack and goes on with another one.
-extern "C" void etserve_emulation_switch(void** save, void* load) __attribute__((visibility("hidden")));
-asm(R"(
-.text
-.globl etserve_emulation_switch
-.hidden etserve_emulation_switch
-.type etserve_emulation_switch, @function
-etserve_emulation_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size etserve_emulation_switch, .-etserve_emulation_switch
-)");
-#endif
+#include "emulation_context.h"
 
 namespace etserve::emulation {
 namespace {
 
-constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kMaxSharedBytes = 48 << 10;  // of statically declared arrays
 constexpr size_t kGuardBytes = 64;
 constexpr unsigned char kPoison = 0xff, kGuard = 0xa5;
-
-void fiber_main();
-
-#ifdef __x86_64__
-struct Context {
-  void* stack_pointer = nullptr;
-  void start(char* stack) {
-    void** top = reinterpret_cast<void**>(stack + kStackBytes);
-    *--top = nullptr;  // where a return address would lie: keeps the stack aligned as after a call
-    *--top = reinterpret_cast<void*>(&fiber_main);
-    for (int i = 0; i < 6; ++i) *--top = nullptr;
-    stack_pointer = top;
-  }
-  static void change(Context& from, Context& to) { etserve_emulation_switch(&from.stack_pointer, to.stack_pointer); }
-};
-#else
-struct Context {
-  ucontext_t context;
-  void start(char* stack) {
-    getcontext(&context);
-    context.uc_stack.ss_sp = stack;
-    context.uc_stack.ss_size = kStackBytes;
-    context.uc_link = nullptr;
-    makecontext(&context, fiber_main, 0);
-  }
-  static void change(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
-};
-#endif
 
 enum class State { ready, at_barrier, at_warp, returned };
 const char* const kStateNames[] = {"ready", "at a barrier", "at a warp operation", "returned"};

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from etserve.kernels.checks import check_rope
 from etserve.kernels.cuda_library import CudaLibrary, dtype_code
 from etserve.kernels.native import DTYPE_CODES
 from etserve.kernels.reference_attention import BLOCK_SIZE
@@ -128,10 +129,7 @@ class CudaKernels(CudaLibrary):
         tokens = len(qkv)
         num_blocks, _, num_kv_heads, _, head_dim = kv.shape
         half = tables[0].shape[1]
-        if num_heads % num_kv_heads or head_dim % 2 or head_dim > MAX_HEAD_DIM or 2 * half > head_dim:
-            raise ValueError(
-                f"no kernel for {num_heads} heads, {num_kv_heads} KV heads of {head_dim}, {2 * half} rotated"
-            )
+        check_rope(num_heads, num_kv_heads, head_dim, 2 * half, (2, MAX_HEAD_DIM))
         width = (num_heads + 2 * num_kv_heads) * head_dim
         qkv_address = self.check("qkv", qkv, kv.dtype, (tokens, width))
         inputs = (

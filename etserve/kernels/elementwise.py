@@ -4,9 +4,9 @@ import torch
 
 from etserve.config import BLOCK_SIZE
 from etserve.kernels import native
-from etserve.kernels.checks import check_tensor
+from etserve.kernels.checks import check_rope, check_tensor
 
-_MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
+_HEAD_DIMS = 16, 256
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,17 +52,14 @@ def rope_and_write(
     head_dim = block_size // BLOCK_SIZE
     if kv.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"kv must be float32 or bfloat16, got {kv.dtype}")
-    if head_dim % 2 or not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM or num_heads % num_kv_heads:
-        raise ValueError(f"no kernel for {num_heads} heads, {num_kv_heads} KV heads of {head_dim}")
+    rotary_dim = 2 * tables[0].shape[1]
+    check_rope(num_heads, num_kv_heads, head_dim, rotary_dim, _HEAD_DIMS)
     addresses = (
         check_tensor("positions", positions, torch.int32, (tokens,)),
         check_tensor("slots", slots, torch.int64, (tokens,)),
     )
     _check_range("positions", positions, len(tables[0]))
     _check_range("slots", slots, num_blocks * BLOCK_SIZE)
-    rotary_dim = 2 * tables[0].shape[1]
-    if rotary_dim > head_dim:
-        raise ValueError(f"tables rotate {rotary_dim} dimensions of {head_dim}")
     cos, sin = (check_tensor("tables", table, torch.float32, (len(tables[0]), rotary_dim // 2)) for table in tables)
     norms = (check_tensor("head_norms", norm, torch.float32, (head_dim,)) for norm in head_norms or ())
     q_norm, k_norm = norms if head_norms else (0, 0)
