@@ -5,7 +5,7 @@ import pytest
 from etserve.bench.ablate import similarity
 from etserve.bench.ablate.arms import ARMS, control_of, select, share_of_skipping_layers
 from etserve.bench.ablate.figures import deadline, kept_share, round_figures, steady_figures
-from etserve.bench.ablate.goals import attempts
+from etserve.bench.ablate.goals import attempts, goals_section
 from etserve.bench.ablate.records import PromptRun, QualityRun, Replay
 from etserve.bench.ablate.statistics import compare, loss
 from etserve.bench.ablate.verdicts import Figures, judge, steering
@@ -226,3 +226,8 @@ def test_the_closest_law_to_a_goal_keeps_the_quality() -> None:
     (worst,) = attempts("short-chat", figures, scores)
     assert (worst.arm, worst.is_reached) == ("full", True)
     assert attempts("mixed", figures, scores) == []
+    lines = goals_section([best, worst], []).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+    assert "**no**" in table[2]
+    assert table[3].endswith("| yes |")

@@ -50,6 +50,7 @@ ARMS: dict[str, Arm] = {
         Arm("micro", "thermostat, cool", _MICRO),
         Arm("macro", "entropic priority with finish bonus and ageing", _MACRO),
         Arm("meso", "blocks skipped by key sketches, epsilon steered by entropy", _MESO),
+        Arm("loose", "as meso, with an epsilon of 0.2", {**_MESO, "epsilon": 0.2}),
         Arm("full", "all three scales", {**_MICRO, **_MACRO, **_MESO}),
         Arm("paper", "all three as the paper words them", _PAPER),
         Arm("ngram", "drafts by prompt lookup, as long as entropy lets them be", {"speculation": "ngram"}),

@@ -99,14 +99,7 @@ def goals_section(found: Sequence[Attempt], verdicts: Sequence[Verdict]) -> str:
         )
     if not rows:
         return ""
-    header = [
-        "goal, by the plain engine's figure",
-        "wanted",
-        "closest law",
-        "measured",
-        "reached",
-        "a gain by the rules",
-    ]
+    header = ["goal", "wanted", "closest law", "measured", "reached"]
     return "\n\n".join(
         [
             "## Goals",

@@ -79,8 +79,11 @@ def _shown(lost: Loss | None) -> str:
 
 
 def _opponents(arm: Arm) -> Sequence[Arm]:
-    """Steering by entropy is a claim of its own: see `steering`. A whole loop meets its parts' placebos."""
-    names = ("micro", "macro", "meso") if arm.name in _WHOLE_LOOPS else (arm.name,)
+    """Steering by entropy is a claim of its own: see `steering`. A whole loop meets its parts' placebos.
+
+    What `loose` meets are those of `meso`, which read more than it does.
+    """
+    names = ("micro", "macro", "meso") if arm.name in _WHOLE_LOOPS else ("meso" if arm.name == "loose" else arm.name,)
     return [placebo for name in names for placebo in placebos_of(name) if placebo.name != "constant-epsilon"]
 
 

@@ -70,7 +70,7 @@ class Arrival:
 
 _MICRO_ARMS = ("baseline", "micro", "fixed-temperature")
 _MACRO_ARMS = ("macro", "random-priority")
-_MESO_ARMS = ("meso", "random-blocks", "recent-blocks", "constant-epsilon")
+_MESO_ARMS = ("meso", "loose", "random-blocks", "recent-blocks", "constant-epsilon")
 # They back a claim or deny it, and few rounds do; `meso` where there is next to nothing to skip as well.
 _PLACEBOS = (
     "fixed-temperature",
