@@ -108,3 +108,10 @@ def test_config_show_says_what_was_measured(home: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert f"# calibration: {home}" in shown
     assert "epsilon = 0.07  # calibration" in shown
+
+
+def test_the_shipped_calibration_is_one() -> None:
+    shipped = Path(__file__).parents[2] / "configs" / "calibration" / "demo.toml"
+    control = load_config(environment={}, calibration=shipped).control
+    assert control.target() is not None
+    assert control.entropy_low_nats < control.entropy_high_nats

@@ -33,7 +33,8 @@ class Arm:
     @property
     def is_lossy(self) -> bool:
         """Whether the model's distributions are no longer the plain engine's for the same text."""
-        return self.changes.get("pruning") == "on" or self.changes.get("eviction", "off") != "off"
+        is_skipping = self.changes.get("pruning") == "on" and self.changes.get("verify") != "lossless"
+        return is_skipping or self.changes.get("eviction", "off") != "off"
 
     @property
     def sketch_bits(self) -> int:
@@ -51,6 +52,12 @@ ARMS: dict[str, Arm] = {
         Arm("macro", "entropic priority with finish bonus and ageing", _MACRO),
         Arm("meso", "blocks skipped by key sketches, epsilon steered by entropy", _MESO),
         Arm("loose", "as meso, with an epsilon of 0.2", {**_MESO, "epsilon": 0.2}),
+        Arm(
+            "verified",
+            "as meso, keys and values renewed densely when its risk is spent",
+            {**_MESO, "verify": "bounded"},
+        ),
+        Arm("lossless", "as meso, every token checked densely before it counts", {**_MESO, "verify": "lossless"}),
         Arm("full", "all three scales", {**_MICRO, **_MACRO, **_MESO}),
         Arm("paper", "all three as the paper words them", _PAPER),
         Arm("ngram", "drafts by prompt lookup, as long as entropy lets them be", {"speculation": "ngram"}),

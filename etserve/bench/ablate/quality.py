@@ -18,8 +18,11 @@ Controls = Mapping[str, ControlConfig]  # by the arm's name
 
 
 def is_scored(arm: Arm) -> bool:
-    """Arms that skip nothing give the same distribution for the same text as the baseline, bit for bit."""
-    return arm.name == "baseline" or arm.changes.get("pruning") == "on"
+    """The others give the baseline's distribution for the same text, or evict, which is not scored.
+
+    Verification is not in force here: an arm whose entries are renewed meanwhile is scored as if they were not.
+    """
+    return arm.name == "baseline" or (arm.changes.get("pruning") == "on" and arm.is_lossy)
 
 
 def settings_of(control: ControlConfig) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def plain(control: ControlConfig) -> ControlConfig:
         prune_selector="sketch",
         prune_share=1.0,
         speculation="off",
+        verify="off",
         eviction="off",
         evict_selector="score",
     )

@@ -18,7 +18,8 @@ JUDGED = (
     "tokens_per_second",
     "e2e_mean_seconds",
 )
-_EXACT = ("ngram",)  # every token is the plain engine's own: there is nothing to do blindly
+_EXACT = ("ngram", "lossless")  # every token is the plain engine's own: there is nothing to do blindly
+_OF_MESO = ("loose", "verified")
 _WHOLE_LOOPS = ("full", "paper")
 Figures = dict[str, list[dict[str, float]]]  # rounds of each arm
 
@@ -81,9 +82,9 @@ def _shown(lost: Loss | None) -> str:
 def _opponents(arm: Arm) -> Sequence[Arm]:
     """Steering by entropy is a claim of its own: see `steering`. A whole loop meets its parts' placebos.
 
-    What `loose` meets are those of `meso`, which read more than it does.
+    Variants of `meso` meet its placebos.
     """
-    names = ("micro", "macro", "meso") if arm.name in _WHOLE_LOOPS else ("meso" if arm.name == "loose" else arm.name,)
+    names = ("micro", "macro", "meso") if arm.name in _WHOLE_LOOPS else ("meso" if arm.name in _OF_MESO else arm.name,)
     return [placebo for name in names for placebo in placebos_of(name) if placebo.name != "constant-epsilon"]
 
 

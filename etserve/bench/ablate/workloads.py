@@ -70,7 +70,7 @@ class Arrival:
 
 _MICRO_ARMS = ("baseline", "micro", "fixed-temperature")
 _MACRO_ARMS = ("macro", "random-priority")
-_MESO_ARMS = ("meso", "loose", "random-blocks", "recent-blocks", "constant-epsilon")
+_MESO_ARMS = ("meso", "loose", "verified", "lossless", "random-blocks", "recent-blocks", "constant-epsilon")
 # They back a claim or deny it, and few rounds do; `meso` where there is next to nothing to skip as well.
 _PLACEBOS = (
     "fixed-temperature",
@@ -122,7 +122,7 @@ STANDARD = Preset(
         ),
         AblationWorkload(
             load=_load("short-chat", 16, (64, 192), (64, 128), concurrency=8),
-            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "meso", "full", "paper", "ngram"),
+            arms=(*_MICRO_ARMS, *_MACRO_ARMS, "meso", "full", "ngram"),
             few_rounds=_PLACEBOS,
         ),
         AblationWorkload(
