@@ -49,7 +49,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # drafts: guesses at the next tokens, verified in the step that computes them; no output depends on them
     speculation: Literal["off", "ngram"] = "off"  # ngram: what followed when the text last ended so
     max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 8
-    draft_row_cost: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 0.05  # of one row, in units of the weights' cost
+    draft_row_cost: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 0.3  # of one row, in units of the weights' cost
     # meso: which blocks a step reads
     pruning: Literal["off", "on"] = "off"  # what a request gets that says nothing of it
     prune_selector: Literal["sketch", "random", "recency"] = "sketch"  # the latter two are placebos

@@ -95,7 +95,7 @@ class DraftLaw:
     """
 
     max_tokens: int = 8
-    row_cost: float = 0.05  # r
+    row_cost: float = 0.3  # r
     prior_trials: float = 2.0  # so many tests weighs what entropy says beside what was measured
 
     def __post_init__(self) -> None:
