@@ -143,7 +143,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: str | None = None  # None: "demo" or the file's own name
     dtype: Dtype = "auto"  # of weights and matrix products; auto: the checkpoint's, a GGUF file's own blocks included
     quantize: Literal["none", "q8_0", "q4_0", "q4_1"] = "none"  # round matrices to blocks at load; native only
-    kv_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 if dtype is, else bfloat16
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8"] = (
+        "auto"  # auto: float32 if dtype is, else bfloat16
+    )
     backend: Literal["auto", "native", "torch"] = "auto"  # auto: native where csrc is built; torch: the slow oracle
     device: Literal["cpu", "cuda"] = "cpu"  # cuda: weights and KV cache on a GPU (docs/gpu.md)
     cuda_graphs: bool = True  # on device cuda, replay decode steps as captured graphs

@@ -108,7 +108,7 @@ void run_rope(uintptr_t qkv, int64_t tokens, int num_heads, int num_kv_heads, in
   const RopeArgs args{at<const float>(qkv), tokens, num_heads, num_kv_heads, head_dim, rotary_dim, at<const float>(cos),
                       at<const float>(sin), at<const int32_t>(positions), at<const int64_t>(slots),
                       at<const float>(q_norm), at<const float>(k_norm), eps, at<float>(q), at<void>(kv),
-                      to_dtype(kv_type)};
+                      static_cast<DType>(kv_type)};
   global_pool().run([&](Team& team) { decoder_kernels().rope_and_write(args, team); });
 }
 

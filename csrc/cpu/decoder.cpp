@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "convert.h"
+#include "kv_layout.h"
 #include "quant.h"
 
 namespace etserve::cpu {
@@ -52,7 +53,8 @@ Decoder::Decoder(const DecoderShape& shape, std::vector<LayerWeights> layers, co
   require(s.rotary_dim % 2 == 0 && s.rotary_dim >= 0 && s.rotary_dim <= s.head_dim,
           "rotary_dim must be even, at most head_dim");
   require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
-  require(s.kv_type == DType::f32 || s.kv_type == DType::bf16, "the KV cache is f32 or bf16");
+  require(s.kv_type <= DType::f16 || s.kv_type == kI8, "the KV cache is f32, bf16, f16 or i8");
+  require(s.kv_type != kI8 || s.head_dim % 4 == 0, "an i8 KV cache takes a head_dim that is a multiple of 4");
   require(head_.n == s.vocab && head_.k == s.hidden && !head_.paired, "the head has the wrong shape");
   require(table_.n == s.vocab && table_.k == s.hidden && !table_.paired, "the embedding has the wrong shape");
   is_quantised_ = is_quantised(head_.type);

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "decoder.h"
+#include "kv_layout.h"
 
 namespace etserve::cpu {
 namespace {
@@ -55,7 +56,7 @@ void Decoder::attend(int layer, const Step& step, bool wants_output, Team& team)
   const LayerWeights& weights = layers_[static_cast<size_t>(layer)];
   const int64_t tokens = step.num_tokens, blocks = layer * step.num_blocks;
   char* kv = static_cast<char*>(step.kv) +
-             blocks * 2 * s.num_kv_heads * kBlockSize * s.head_dim * (s.kv_type == DType::bf16 ? 2 : 4);
+             blocks * 2 * s.num_kv_heads * kv_head_bytes(s.head_dim, s.kv_type);
   char* sketches = static_cast<char*>(step.sketches);
   if (sketches) sketches += blocks * s.num_kv_heads * sketch_bytes(s.head_dim, step.sketch_bits);
   norm(residual_.as<float>(), weights.input_norm, tokens, team);

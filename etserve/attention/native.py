@@ -5,24 +5,24 @@ import torch
 from etserve.attention.backend import AttentionShape, PagedKV
 from etserve.attention.batch import StepBatch
 from etserve.kernels.attention import paged_attention
-from etserve.kernels.reference_attention import BLOCK_SIZE, slot_mapping, write_kv
+from etserve.kernels.reference_attention import GROUPED, kv_head_bytes, kv_head_size, slot_mapping, write_kv
 
 
 class NativeAttention:
-    """On the CPU; the cache is float32 or bfloat16. Raises ValueError for another dtype."""
+    """On the CPU; the cache is float32, bfloat16, float16 or int8. Raises ValueError for another dtype."""
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the native KV cache is float32 or bfloat16, not {dtype}")
+        if dtype not in GROUPED:
+            raise ValueError(f"the native KV cache is float32, bfloat16, float16 or int8, not {dtype}")
         self.shape = shape
         self._dtype = dtype
 
     def bytes_per_block(self) -> int:
         shape = self.shape
-        return shape.num_layers * 2 * BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize
+        return shape.num_layers * 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, self._dtype)
 
     def allocate(self, num_blocks: int) -> PagedKV:
-        size = (num_blocks, 2, self.shape.num_kv_heads, BLOCK_SIZE * self.shape.head_dim)
+        size = (num_blocks, 2, self.shape.num_kv_heads, kv_head_size(self.shape.head_dim, self._dtype))
         layers = tuple(torch.zeros(size, dtype=self._dtype) for _ in range(self.shape.num_layers))
         return PagedKV(layers, num_blocks, num_blocks * self.bytes_per_block())
 

@@ -6,7 +6,7 @@ import torch
 
 from etserve.attention.backend import AttentionShape, PagedKV
 from etserve.attention.batch import StepBatch
-from etserve.kernels.reference_attention import BLOCK_SIZE, masked_attention, slot_mapping
+from etserve.kernels.reference_attention import BLOCK_SIZE, masked_attention, round_to_bytes, slot_mapping
 from etserve.kernels.reference_selection import RowChoice, choose_for_row
 
 
@@ -25,10 +25,14 @@ class ReferenceAttention:
     def __init__(
         self, shape: AttentionShape, dtype: torch.dtype, device: torch.device | str = "cpu", sketch_bits: int = 0
     ) -> None:
-        """`sketch_bits`: of the sketches to select by, made anew from the cache at each call; 0: none."""
+        """`dtype`: any KV dtype; int8 entries are rounded as the native cache rounds them, and kept as float32.
+
+        `sketch_bits`: of the sketches to select by, made anew from the cache at each call; 0: none.
+        """
         self.shape = shape
         self._sketch_bits = sketch_bits
-        self._dtype = dtype
+        self._is_rounded = dtype == torch.int8
+        self._dtype = torch.float32 if self._is_rounded else dtype
         self._device = torch.device(device)
 
     def bytes_per_block(self) -> int:
@@ -44,8 +48,14 @@ class ReferenceAttention:
         """See AttentionBackend.write."""
         slots = torch.from_numpy(slot_mapping(batch.query_start, batch.context_lens, batch.block_tables))
         where = slots.to(self._device)
-        cache.layers[layer][0, where] = keys.to(self._dtype)
-        cache.layers[layer][1, where] = values.to(self._dtype)
+        cache.layers[layer][0, where] = self._stored(keys)
+        cache.layers[layer][1, where] = self._stored(values)
+
+    def _stored(self, entries: torch.Tensor) -> torch.Tensor:
+        if not self._is_rounded:
+            return entries.to(self._dtype)
+        codes, scales = round_to_bytes(entries)
+        return codes * scales
 
     def attend(self, cache: PagedKV, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """See AttentionBackend.attend. Scores and sums are f32 at least."""

@@ -6,6 +6,7 @@ from etserve.config import BLOCK_SIZE, EngineConfig
 from etserve.engine.resources import fit_context, num_kv_blocks
 from etserve.errors import ConfigError
 from etserve.kernels import native
+from etserve.kernels.reference_attention import kv_head_bytes
 from etserve.models.files import resolve_model
 from etserve.models.loader import choose, open_checkpoint
 from etserve.models.weight_formats import describe, held_bytes
@@ -40,7 +41,7 @@ def fit_model(config: EngineConfig, free_bytes: int) -> Fit:
     weight_bytes = held_bytes(spec, choice.dtype, choice.blocks)
     if weight_bytes > free_bytes:
         raise ConfigError(f"the weights take {weight_bytes:,} bytes, {free_bytes:,} are free")
-    keys_and_values = 2 * BLOCK_SIZE * spec.head_dim * choice.kv_dtype.itemsize
+    keys_and_values = 2 * kv_head_bytes(spec.head_dim, choice.kv_dtype)
     block_bytes = spec.num_layers * spec.num_kv_heads * (keys_and_values + _sketch_bytes(config, spec.head_dim))
     num_blocks = num_kv_blocks(config, block_bytes, choice.max_model_len, free_bytes - weight_bytes)
     return Fit(

@@ -32,7 +32,7 @@ ENGINE_HELP = {
     "served_model_name": "Name that clients use. Default: demo, or the file's own name.",
     "dtype": "Of weights and matrix products. auto: the checkpoint's, a GGUF file's own blocks included.",
     "quantize": "Round the matrices to blocks of 8 or 4 bits at load.",
-    "kv_dtype": "Of the KV cache.",
+    "kv_dtype": "Of the KV cache. int8: one scale per token and KV head, half the memory.",
     "backend": "native: our kernels; torch: the slow reference.",
     "device": "cuda: weights and KV cache on a GPU.",
     "cuda_graphs": "On device cuda: replay decode steps as captured graphs.",

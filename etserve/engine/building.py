@@ -15,6 +15,7 @@ from etserve.engine.llm_engine import EngineParts, LLMEngine
 from etserve.engine.resources import count_cores, fit_context, free_memory_bytes, num_kv_blocks
 from etserve.errors import ConfigError
 from etserve.kernels import native
+from etserve.kernels.reference_attention import kv_head_bytes
 from etserve.kernels.selection import SelectionRule, rule_of
 from etserve.kv.manager import KVCacheManager
 from etserve.log import get_logger, log_facts
@@ -187,9 +188,12 @@ def _speculation(control: ControlConfig, eos_token_ids: tuple[int, ...]) -> Spec
 def _model_shape(loaded: LoadedModel, block_bytes: int) -> ModelShape:
     """What a block takes beyond keys and values is sketches."""
     spec = loaded.spec
-    element_bytes: int = getattr(torch, loaded.kv_dtype).itemsize
-    entry_bytes = 2 * spec.num_kv_heads * spec.head_dim * element_bytes  # of one token in one layer
-    return model_shape(spec, element_bytes, block_bytes / (BLOCK_SIZE * spec.num_layers) - entry_bytes)
+    num_entries = 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim  # of one block in one layer
+    layer_bytes = block_bytes / spec.num_layers
+    if loaded.decoder.backend.startswith("torch/"):  # makes its sketches anew, and keeps int8 entries wide
+        return model_shape(spec, layer_bytes / num_entries)
+    kv_bytes = 2 * spec.num_kv_heads * kv_head_bytes(spec.head_dim, getattr(torch, loaded.kv_dtype))
+    return model_shape(spec, kv_bytes / num_entries, (layer_bytes - kv_bytes) / BLOCK_SIZE)
 
 
 def selection_rule(control: ControlConfig) -> SelectionRule:

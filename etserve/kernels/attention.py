@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from etserve.kernels import native
-from etserve.kernels.reference_attention import BLOCK_SIZE, Int32
+from etserve.kernels.reference_attention import BLOCK_SIZE, GROUPED, Int32, kv_head_size
 
 MAX_HEAD_DIM = 256
 
@@ -28,7 +28,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q f32 [T, H, D] -> output [T, H * D] in out_dtype (f32 or bf16), and block masses if wanted.
 
-    kv: [num_blocks, 2, Hkv, 16 * D], f32 or bf16, this step's entries written (reference_attention.write_kv).
+    kv: [num_blocks, 2, Hkv, kv_head_size], of a KV dtype, this step's entries written (reference_attention.py).
     query_start [B + 1], context_lens [B], block_tables [B, max_blocks]: attention/batch.py. window > 0: only the last
     `window` positions. The masses [B, H, max_blocks] f32 are the softmax weights of each sequence's last query row,
     summed by block. With a bf16 cache and AVX-512, q and the weights are rounded to bf16 before the products.
@@ -44,7 +44,13 @@ def paged_attention(
     mass = torch.empty(num_seqs, num_heads, max_blocks) if want_block_mass else None
     if num_tokens:
         native.module().paged_attention(
-            *(q.data_ptr(), out.data_ptr(), native.DTYPE_CODES[out_dtype], kv.data_ptr(), native.DTYPE_CODES[kv.dtype]),
+            *(
+                q.data_ptr(),
+                out.data_ptr(),
+                native.DTYPE_CODES[out_dtype],
+                kv.data_ptr(),
+                native.KV_DTYPE_CODES[kv.dtype],
+            ),
             *(num_tokens, num_seqs, query_start.ctypes.data, context_lens.ctypes.data, block_tables.ctypes.data),
             *(max_blocks, num_heads, kv.shape[2], head_dim, scale, window, 0 if mass is None else mass.data_ptr()),
             None,
@@ -55,15 +61,16 @@ def paged_attention(
 def check_tensors(q: torch.Tensor, kv: torch.Tensor, out_dtype: torch.dtype) -> None:
     if q.dtype != torch.float32 or q.ndim != 3 or q.device.type != "cpu" or not q.is_contiguous():
         raise ValueError(f"q must be contiguous float32 [T, H, D] on the CPU, got {q.dtype} {list(q.shape)} {q.device}")
-    if kv.dtype not in (torch.float32, torch.bfloat16) or kv.device.type != "cpu" or not kv.is_contiguous():
-        raise ValueError(f"kv must be contiguous float32 or bfloat16 on the CPU, got {kv.dtype} {kv.device}")
+    if kv.dtype not in GROUPED or kv.device.type != "cpu" or not kv.is_contiguous():
+        raise ValueError(f"kv must be contiguous, of a KV dtype and on the CPU, got {kv.dtype} {kv.device}")
     if out_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"out_dtype must be float32 or bfloat16, got {out_dtype}")
     head_dim, num_heads = q.shape[2], q.shape[1]
     if not 16 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
         raise ValueError(f"head_dim must be even and in 16 .. {MAX_HEAD_DIM}, got {head_dim}")
-    if kv.ndim != 4 or kv.shape[1] != 2 or kv.shape[3] != BLOCK_SIZE * head_dim:
-        raise ValueError(f"kv must be [num_blocks, 2, Hkv, {BLOCK_SIZE * head_dim}], got {list(kv.shape)}")
+    size = kv_head_size(head_dim, kv.dtype)
+    if head_dim % GROUPED[kv.dtype] or kv.ndim != 4 or kv.shape[1] != 2 or kv.shape[3] != size:
+        raise ValueError(f"{kv.dtype} kv must be [num_blocks, 2, Hkv, {size}], got {list(kv.shape)}")
     if num_heads == 0 or kv.shape[2] == 0 or num_heads % kv.shape[2]:
         raise ValueError(f"the KV heads ({kv.shape[2]}) must divide the query heads ({num_heads})")
 

@@ -5,6 +5,7 @@ import torch
 from etserve.config import BLOCK_SIZE
 from etserve.kernels import native
 from etserve.kernels.checks import check_rope, check_tensor
+from etserve.kernels.reference_attention import GROUPED, head_dim_of, kv_head_size
 
 _HEAD_DIMS = 16, 256
 
@@ -42,18 +43,19 @@ def rope_and_write(
     """Rotate q and k, write k and v into the cache, return q.
 
     qkv: f32 [T, (num_heads + 2 num_kv_heads) * head_dim] · positions: int32 [T] · slots: int64 [T], block * 16 +
-    offset, all different · tables: cos and sin, f32 [max_position, rotary_dim / 2] · kv: one layer's cache, f32 or bf16
-    [num_blocks, 2, num_kv_heads, 16 * head_dim], laid out as csrc/cpu/kernels.h says, written in place · head_norms:
-    RMSNorm weights of q and k over head_dim, f32, applied before the rotation.
+    offset, all different · tables: cos and sin, f32 [max_position, rotary_dim / 2] · kv: one layer's cache, of any KV
+    dtype, [num_blocks, 2, num_kv_heads, kv_head_size], laid out as csrc/cpu/kernels.h says, written in place ·
+    head_norms: RMSNorm weights of q and k over head_dim, f32, applied before the rotation.
     Returns f32 [T, num_heads, head_dim].
     """
     tokens = len(qkv)
-    num_blocks, _, num_kv_heads, block_size = kv.shape
-    head_dim = block_size // BLOCK_SIZE
-    if kv.dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"kv must be float32 or bfloat16, got {kv.dtype}")
-    rotary_dim = 2 * tables[0].shape[1]
+    num_blocks, _, num_kv_heads, _ = kv.shape
+    if kv.dtype not in GROUPED:
+        raise TypeError(f"kv must be float32, bfloat16, float16 or int8, got {kv.dtype}")
+    head_dim, rotary_dim = head_dim_of(kv), 2 * tables[0].shape[1]
     check_rope(num_heads, num_kv_heads, head_dim, rotary_dim, _HEAD_DIMS)
+    if head_dim % GROUPED[kv.dtype]:
+        raise ValueError(f"a {kv.dtype} cache takes a head_dim that is a multiple of {GROUPED[kv.dtype]}")
     addresses = (
         check_tensor("positions", positions, torch.int32, (tokens,)),
         check_tensor("slots", slots, torch.int64, (tokens,)),
@@ -65,11 +67,11 @@ def rope_and_write(
     q_norm, k_norm = norms if head_norms else (0, 0)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv_address = check_tensor("qkv", qkv, torch.float32, (tokens, width))
-    kv_address = check_tensor("kv", kv, kv.dtype, (num_blocks, 2, num_kv_heads, BLOCK_SIZE * head_dim))
+    kv_address = check_tensor("kv", kv, kv.dtype, (num_blocks, 2, num_kv_heads, kv_head_size(head_dim, kv.dtype)))
     q = torch.empty(tokens, num_heads, head_dim)
     native.module().rope_and_write(
         *(qkv_address, tokens, num_heads, num_kv_heads, head_dim, rotary_dim, cos, sin, *addresses),
-        *(q_norm, k_norm, eps, q.data_ptr(), kv_address, native.DTYPE_CODES[kv.dtype]),
+        *(q_norm, k_norm, eps, q.data_ptr(), kv_address, native.KV_DTYPE_CODES[kv.dtype]),
     )
     return q
 

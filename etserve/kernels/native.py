@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum DType of csrc/cpu/kernels.h
+KV_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 32}
 # The AVX-512 set needs, and uses, BF16.
 _BACKENDS = {"generic": "generic", "avx2": "avx2", "avx512": "avx512_bf16"}
 

@@ -1,9 +1,11 @@
 """Paged attention in plain torch, float64 inside: what the native kernel means, and how its cache is laid out.
 
-Cache of one layer: [num_blocks, 2, num_kv_heads, 16 * head_dim], float32 or bfloat16; index 0 keys, 1 values. A block's
-last axis is, per KV head (csrc/cpu/kernels.h):
-    float32    keys [head_dim][16]          values [16][head_dim]
-    bfloat16   keys [head_dim / 2][16][2]   values [8][head_dim][2]
+Cache of one layer: [num_blocks, 2, num_kv_heads, kv_head_size]; index 0 keys, 1 values. A block's last axis is, per KV
+head (csrc/cpu/kv_layout.h):
+    float32             keys [head_dim][16]          values [16][head_dim]
+    bfloat16, float16   keys [head_dim / 2][16][2]   values [8][head_dim][2]
+    int8                keys [head_dim / 4][16][4]   values [4][head_dim][4], then the tokens' scales, float32 [16]
+An int8 entry is code * scale, the scale of a token and KV head its largest magnitude / 127.
 """
 
 import numpy as np
@@ -12,7 +14,34 @@ from numpy.typing import NDArray
 
 BLOCK_SIZE = 16
 
+GROUPED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2, torch.int8: 4}  # entries side by side, by KV dtype
+_SCALE_BYTES = 4  # of a token and KV head, int8
+
 Int32 = NDArray[np.int32]
+
+
+def kv_head_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of the keys, or of the values, of one block and KV head."""
+    return BLOCK_SIZE * (head_dim + _SCALE_BYTES if dtype == torch.int8 else head_dim)
+
+
+def kv_head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    return kv_head_size(head_dim, dtype) * dtype.itemsize
+
+
+def head_dim_of(cache: torch.Tensor) -> int:
+    """The head_dim of one layer's cache."""
+    size = cache.shape[-1] // BLOCK_SIZE
+    return size - _SCALE_BYTES if cache.dtype == torch.int8 else size
+
+
+def round_to_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] -> int8 codes [..., D] and float32 scales [..., 1]; what is not finite makes a scale NaN."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True) * torch.tensor(1.0 / 127.0)
+    is_usable = (scales > 0.0) & scales.isfinite()
+    codes = torch.where(is_usable, wide * (1.0 / scales), 0.0).round().to(torch.int8)
+    return codes, torch.where(scales.isfinite(), scales, float("nan"))
 
 
 def token_positions(query_start: Int32, context_lens: Int32) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -34,12 +63,17 @@ def slot_mapping(query_start: Int32, context_lens: Int32, block_tables: Int32) -
 
 def _views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [N, Hkv, D / pair, 16, pair] and values [N, Hkv, 16 / pair, D, pair] of a layer's cache, sharing memory."""
-    num_blocks, _, num_kv_heads, size = cache.shape
-    head_dim = size // BLOCK_SIZE
-    pair = 2 if cache.dtype == torch.bfloat16 else 1
-    keys = cache[:, 0].view(num_blocks, num_kv_heads, head_dim // pair, BLOCK_SIZE, pair)
-    values = cache[:, 1].view(num_blocks, num_kv_heads, BLOCK_SIZE // pair, head_dim, pair)
+    num_blocks, _, num_kv_heads, _ = cache.shape
+    head_dim, pair = head_dim_of(cache), GROUPED[cache.dtype]
+    entries = cache[..., : BLOCK_SIZE * head_dim]
+    keys = entries[:, 0].view(num_blocks, num_kv_heads, head_dim // pair, BLOCK_SIZE, pair)
+    values = entries[:, 1].view(num_blocks, num_kv_heads, BLOCK_SIZE // pair, head_dim, pair)
     return keys, values
+
+
+def _scales(cache: torch.Tensor) -> torch.Tensor:
+    """float32 [N, 2, Hkv, 16] of an int8 cache, sharing memory."""
+    return cache[..., BLOCK_SIZE * head_dim_of(cache) :].view(torch.float32)
 
 
 def write_kv(cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: NDArray[np.int64]) -> None:
@@ -49,18 +83,30 @@ def write_kv(cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot
     block, offset = where // BLOCK_SIZE, where % BLOCK_SIZE
     key_view, value_view = _views(cache)
     pair = key_view.shape[-1]
+    if cache.dtype == torch.int8:
+        scales = _scales(cache)
+        keys, scales[block, 0, :, offset] = _split_scales(keys)
+        values, scales[block, 1, :, offset] = _split_scales(values)
     key_view[block, :, :, offset] = keys.to(cache.dtype).view(num_tokens, num_kv_heads, head_dim // pair, pair)
     value_view[block, :, offset // pair, :, offset % pair] = values.to(cache.dtype)
 
 
+def _split_scales(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = round_to_bytes(entries)
+    return codes, scales[..., 0]
+
+
 def gather_kv(cache: torch.Tensor, block_table: Int32, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [length, Hkv, D] of one sequence, in the cache's dtype."""
+    """Keys and values [length, Hkv, D] of one sequence, in the cache's dtype; float32 of an int8 cache."""
     num_blocks = -(-length // BLOCK_SIZE)
     chosen = torch.from_numpy(block_table[:num_blocks].astype(np.int64))
     key_view, value_view = _views(cache[chosen])
     num_kv_heads = key_view.shape[1]
     keys = key_view.permute(0, 3, 1, 2, 4).reshape(num_blocks * BLOCK_SIZE, num_kv_heads, -1)
     values = value_view.permute(0, 2, 4, 1, 3).reshape(num_blocks * BLOCK_SIZE, num_kv_heads, -1)
+    if cache.dtype == torch.int8:
+        scales = _scales(cache[chosen]).permute(1, 0, 3, 2).reshape(2, num_blocks * BLOCK_SIZE, num_kv_heads, 1)
+        keys, values = keys * scales[0], values * scales[1]
     return keys[:length], values[:length]
 
 

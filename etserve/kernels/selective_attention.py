@@ -63,7 +63,7 @@ def selective_attention(
     bits = 2 if sketches is None else sketches.bits
     if num_tokens:
         native.module().paged_attention(
-            *(q.data_ptr(), result.output.data_ptr(), 0, kv.data_ptr(), native.DTYPE_CODES[kv.dtype]),
+            *(q.data_ptr(), result.output.data_ptr(), 0, kv.data_ptr(), native.KV_DTYPE_CODES[kv.dtype]),
             *(num_tokens, num_seqs, query_start.ctypes.data, context_lens.ctypes.data, block_tables.ctypes.data),
             *(max_blocks, num_heads, num_kv_heads, head_dim, scale, 0, _address(result.block_mass)),
             _arguments(selection, result, address, bits, head_dim),

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etserve.config import BLOCK_SIZE
 from etserve.control.sketch import rotation_signs
 from etserve.kernels import native
 from etserve.kernels.checks import check_tensor
+from etserve.kernels.reference_attention import GROUPED, head_dim_of
 from etserve.kernels.reference_sketch import ROTATION_SEED
 from etserve.kernels.selection import SELECTOR_CODES, SelectionRule
 
@@ -44,19 +44,19 @@ def allocate_sketches(num_blocks: int, num_kv_heads: int, head_dim: int, bits: i
 def write_sketches(kv: torch.Tensor, sketches: LayerSketches, blocks: NDArray[np.int32]) -> None:
     """Sketch full blocks from the keys in the cache; the result depends on nothing else.
 
-    kv: [num_blocks, 2, Hkv, 16 * D], f32 or bf16 · blocks: int32 [n], all different. Raises ValueError or TypeError
+    kv: one layer's cache, of any KV dtype · blocks: int32 [n], all different. Raises ValueError or TypeError
     unless everything fits together.
     """
-    num_blocks, _, num_kv_heads, size = kv.shape
-    head_dim = size // BLOCK_SIZE
-    if kv.dtype not in (torch.float32, torch.bfloat16) or head_dim % 2 or not 16 <= head_dim <= 256:
+    num_blocks, _, num_kv_heads, _ = kv.shape
+    head_dim = head_dim_of(kv)
+    if kv.dtype not in GROUPED or head_dim % max(2, GROUPED[kv.dtype]) or not 16 <= head_dim <= 256:
         raise ValueError(f"no sketch of {kv.dtype} keys of {head_dim} dimensions")
     if blocks.dtype != np.int32 or blocks.ndim != 1 or not blocks.flags.c_contiguous:
         raise ValueError(f"blocks must be contiguous int32 [n], got {blocks.dtype} {blocks.shape}")
     if len(blocks) and not (blocks.min() >= 0 and blocks.max() < num_blocks and len(np.unique(blocks)) == len(blocks)):
         raise ValueError(f"blocks must be different and in [0, {num_blocks})")
     native.module().write_sketches(
-        *(check_tensor("kv", kv, kv.dtype, tuple(kv.shape)), native.DTYPE_CODES[kv.dtype]),
+        *(check_tensor("kv", kv, kv.dtype, tuple(kv.shape)), native.KV_DTYPE_CODES[kv.dtype]),
         *(check_sketches(sketches, num_blocks, num_kv_heads, head_dim), sketches.bits),
         *(sketch_signs(head_dim).data_ptr(), blocks.ctypes.data, len(blocks), num_kv_heads, head_dim),
     )

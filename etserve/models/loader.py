@@ -29,6 +29,7 @@ from etserve.tokenizer.gguf_tokenizer import gguf_end_token_ids
 from etserve.tokenizer.loading import load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +213,11 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
         return dtype
     if config.kv_dtype == "auto":
         return torch.float32 if dtype == torch.float32 else torch.bfloat16
-    return DTYPES[config.kv_dtype]
+    return KV_DTYPES[config.kv_dtype]
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next(name for name, value in DTYPES.items() if value == dtype)
+    return next(name for name, value in KV_DTYPES.items() if value == dtype)
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

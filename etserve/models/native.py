@@ -14,6 +14,7 @@ from etserve.attention.batch import StepBatch
 from etserve.config import BLOCK_SIZE
 from etserve.kernels import native
 from etserve.kernels.memory import zeros
+from etserve.kernels.reference_attention import GROUPED, kv_head_bytes, kv_head_size
 from etserve.kernels.selection import AttentionCounts
 from etserve.kernels.sketch import native_rule, sketch_bytes, sketch_signs
 from etserve.models.packed_weights import PackedWeights
@@ -26,7 +27,7 @@ _cpu = native.module()
 
 @dataclass(frozen=True, slots=True)
 class NativeKV:
-    """All layers' blocks: [layer, block, keys and values, KV head, 16 * head_dim], layout of csrc/cpu/kernels.h."""
+    """All layers' blocks: [layer, block, keys and values, KV head, kv_head_size], layout of csrc/cpu/kernels.h."""
 
     tensor: torch.Tensor
     num_blocks: int
@@ -47,14 +48,14 @@ class NativeDecoder:
         sketch_bits: int = 0,
         blocks: BlockSource | None = None,
     ) -> None:
-        """`dtype` of weights that are not quantised: bfloat16, float16 or float32; `kv_dtype`: bfloat16 or float32.
+        """`dtype` of weights that are not quantised: bfloat16, float16 or float32; `kv_dtype`: one of those or int8.
 
         `rope_tables`: cos and sin, f32 [max_len, rotary_dim / 2]. `sketch_bits`: per dimension of each key's sketch,
         1 or 2; 0: no sketches, and only the placebos can skip. `blocks`: where quantised matrices come from; None: all
         are floats. Raises ModelError as the weights are read, ValueError for shapes that the kernels do not take.
         """
-        if kv_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"the KV cache is bfloat16 or float32, not {kv_dtype}")
+        if kv_dtype not in GROUPED:
+            raise ValueError(f"the KV cache is bfloat16, float16, float32 or int8, not {kv_dtype}")
         self.spec = spec
         self.backend = native.backend_name()
         self.attention_counts: AttentionCounts | None = None
@@ -80,13 +81,13 @@ class NativeDecoder:
 
     def kv_bytes_per_block(self) -> int:
         spec = self.spec
-        keys_and_values = 2 * BLOCK_SIZE * spec.head_dim * self._kv_dtype.itemsize
+        keys_and_values = 2 * kv_head_bytes(spec.head_dim, self._kv_dtype)
         return spec.num_layers * spec.num_kv_heads * (keys_and_values + self._sketch_bytes)
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
         spec = self.spec
         heads = (spec.num_layers, num_blocks, spec.num_kv_heads)
-        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, BLOCK_SIZE * spec.head_dim)
+        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, kv_head_size(spec.head_dim, self._kv_dtype))
         cache = zeros(math.prod(shape) * self._kv_dtype.itemsize).view(self._kv_dtype).view(shape)
         size = self._sketch_bytes
         sketches = zeros(math.prod(heads) * size).view(*heads, size) if size else None
@@ -148,7 +149,7 @@ class NativeDecoder:
             max_position=len(self._tables[0]),
             window=spec.sliding_window,
             eps=spec.rms_norm_eps,
-            kv_type=native.DTYPE_CODES[self._kv_dtype],
+            kv_type=native.KV_DTYPE_CODES[self._kv_dtype],
         )
 
 

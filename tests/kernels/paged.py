@@ -9,6 +9,7 @@ from etserve.kernels.attention import paged_attention
 from etserve.kernels.reference_attention import (
     BLOCK_SIZE,
     Int32,
+    kv_head_size,
     reference_paged_attention,
     slot_mapping,
     write_kv,
@@ -52,6 +53,11 @@ class Paged:
         return reference_paged_attention(q, self.cache, *rest, scale=self.scale, window=self.window)
 
 
+def rounded_query(q: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """As the dot products of a cache see it: rounded if the cache is bf16, at least under AVX-512."""
+    return q.to(torch.bfloat16).float() if kv_dtype == torch.bfloat16 else q
+
+
 def make_paged(
     lengths: list[int],
     dtype: torch.dtype,
@@ -68,12 +74,12 @@ def make_paged(
     tables = np.zeros((len(lengths), max(counts) + 2), np.int32)
     for b, part in enumerate(np.split(order, np.cumsum(counts)[:-1])):
         tables[b, : len(part)] = part
-    cache = torch.full((sum(counts) + 1, 2, num_kv_heads, BLOCK_SIZE * head_dim), float("nan"), dtype=dtype)
+    unwritten = -1 if dtype == torch.int8 else float("nan")  # four bytes of -1 are a scale of NaN
+    cache = torch.full((sum(counts) + 1, 2, num_kv_heads, kv_head_size(head_dim, dtype)), unwritten, dtype=dtype)
     total = sum(lengths)
     keys, values = (torch.randn(total, num_kv_heads, head_dim, generator=random) for _ in range(2))
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     write_kv(cache, keys, values, slot_mapping(starts, np.array(lengths, np.int32), tables))
     queries = [torch.randn(n, group * num_kv_heads, head_dim, generator=random) * 1.5 for n in lengths]
-    # bf16 is what the dot products of a bf16 cache see, at least under AVX-512
-    rounded = [q.to(dtype).float() for q in queries]
+    rounded = [rounded_query(q, dtype) for q in queries]
     return Paged(lengths, tables, cache, rounded, window)

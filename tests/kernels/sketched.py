@@ -10,7 +10,7 @@ from etserve.kernels.reference_selection import RowChoice, choose_for_row
 from etserve.kernels.selection import BlockSelection, SelectionRule
 from etserve.kernels.selective_attention import SelectiveResult, selective_attention
 from etserve.kernels.sketch import LayerSketches, allocate_sketches, write_sketches
-from tests.kernels.paged import Paged, make_paged
+from tests.kernels.paged import Paged, make_paged, rounded_query
 
 NUM_KV_HEADS = 2
 
@@ -70,7 +70,7 @@ def make_sketched(
     sketches = allocate_sketches(paged.cache.shape[0], NUM_KV_HEADS, head_dim, bits)
     full = [paged.tables[b, : n // BLOCK_SIZE] for b, n in enumerate(lengths)]
     write_sketches(paged.cache, sketches, np.ascontiguousarray(np.concatenate(full)))
-    return Sketched(paged, q.to(dtype).float(), sketches)
+    return Sketched(paged, rounded_query(q, dtype), sketches)
 
 
 def uniform(epsilon: float, num_seqs: int, rule: SelectionRule | None = None) -> BlockSelection:

@@ -181,7 +181,7 @@ def test_a_batch_that_would_read_out_of_range_is_refused(changes: dict[str, list
     ("q", "kv", "named"),
     [
         (torch.zeros(2, 6, 64, dtype=torch.bfloat16), torch.zeros(4, 2, 2, 1024), "q must"),
-        (torch.zeros(2, 6, 64), torch.zeros(4, 2, 2, 1024, dtype=torch.float16), "kv must"),
+        (torch.zeros(2, 6, 64), torch.zeros(4, 2, 2, 1024, dtype=torch.float64), "kv must"),
         (torch.zeros(2, 6, 64), torch.zeros(4, 2, 2, 512), "kv must"),
         (torch.zeros(2, 6, 64), torch.zeros(4, 2, 4, 1024), "divide"),
         (torch.zeros(2, 6, 63), torch.zeros(4, 2, 2, 16 * 63), "head_dim"),

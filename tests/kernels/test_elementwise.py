@@ -98,4 +98,4 @@ def test_rope_refuses_what_points_outside() -> None:
     with pytest.raises(ValueError, match="no kernel"):
         elementwise.rope_and_write(randn(2, 3 * 8), positions, slots, tables, torch.zeros(3, 2, 1, 16 * 8), 1)
     with pytest.raises(TypeError, match="kv"):
-        elementwise.rope_and_write(qkv, positions, slots, tables, kv.half(), 1)
+        elementwise.rope_and_write(qkv, positions, slots, tables, kv.double(), 1)

@@ -6,6 +6,7 @@
 // rows that share its tile.
 // Where a selection skips blocks, a row's kept blocks stand in for its sequence: the same reduction over a shorter list.
 #include "attention_worker.h"
+#include "kv_layout.h"
 #include "selection.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
@@ -130,7 +131,12 @@ void attend(const AttentionArgs& args, Team& team, int64_t longest) {
 void attention(const AttentionArgs& args, Team& team) {
   int64_t longest = 0;
   for (int b = 0; b < args.num_seqs; ++b) longest = larger<int64_t>(longest, args.context_lens[b]);
-  args.kv_type == DType::bf16 ? attend<Bf16Dot>(args, team, longest) : attend<F32Dot>(args, team, longest);
+  switch (args.kv_type) {
+    case DType::bf16: return attend<Bf16Dot>(args, team, longest);
+    case DType::f16: return attend<F16Dot>(args, team, longest);
+    case kI8: return attend<I8Dot>(args, team, longest);
+    default: return attend<F32Dot>(args, team, longest);
+  }
 }
 
 }  // namespace etserve::cpu::ETSERVE_ISA

@@ -3,13 +3,16 @@
 // Each output element has one accumulator and one order of summation, whatever the number of rows and blocks that share
 // the registers: that makes a row's result independent of its company.
 #pragma once
+#include <type_traits>
+
 #include "attention_plan.h"
+#include "kv_unpack.h"
 #include "simd.h"
 
 namespace etserve::cpu::ETSERVE_ISA {
 namespace {
 
-// f32 cache: no pairs. (Bf16Dot stands with each instruction set.)
+// f32 cache: no pairs. (Bf16Dot, and what F16Dot and I8Dot unpack with, stand with each instruction set.)
 struct F32Dot {
   using Operand = float;
   static constexpr int kStep = 1;
@@ -20,6 +23,50 @@ struct F32Dot {
   static F dot(F acc, Loaded a, Spread b) { return fma(a, b, acc); }
   static void pack16(Operand* to, F a) { store(to, a); }
 };
+
+// Caches that are unpacked to kStep floats along the reduced axis.
+template <int Step, void (*Unpack)(const uint32_t*, F*)>
+struct UnpackedDot {
+  static constexpr int kStep = Step;
+  struct Operand {
+    float v[Step];
+  };
+  struct Loaded {
+    F v[Step];
+  };
+  struct Spread {
+    const float* v;
+  };
+  static Loaded load16(const uint32_t* p) {
+    Loaded to;
+    Unpack(p, to.v);
+    return to;
+  }
+  static Spread spread(const Operand* b) { return {b->v}; }
+  static F dot(F acc, const Loaded& a, Spread b) {
+    for (int i = 0; i < Step; ++i) acc = fma(a.v[i], set1(b.v[i]), acc);
+    return acc;
+  }
+  static void pack16(Operand* to, F a) { store(to->v, a); }
+};
+using F16Dot = UnpackedDot<2, unpack_f16>;
+using I8Dot = UnpackedDot<4, unpack_i8>;
+
+// Whether each token has a scale, behind the block.
+template <class Dot>
+constexpr bool kScaled = std::is_same_v<Dot, I8Dot>;
+
+// 4-byte words of the keys, or of the values, of one block and KV head.
+template <class Dot>
+constexpr int64_t head_words(int head_dim) {
+  return kBlockSize * (head_dim / Dot::kStep + (kScaled<Dot> ? 1 : 0));
+}
+
+// Of a block whose head_words are such: the scales of its tokens.
+template <class Dot>
+inline F token_scales(const uint32_t* block, int head_dim) {
+  return load(reinterpret_cast<const float*>(block + kBlockSize * (head_dim / Dot::kStep)));
+}
 
 // A cache block of one KV head is 16 * head_dim / kStep words of 4 bytes, 16 of them per step of the keys and head_dim
 // per step of the values.

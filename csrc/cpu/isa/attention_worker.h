@@ -29,7 +29,7 @@ class Worker {
  public:
   Worker(const AttentionArgs& args, const AttentionScratch& plan, float* scratch, float* tile_maxima)
       : a_(args), plan_(plan), group_(args.num_heads / args.num_kv_heads), stride_(static_cast<int>(plan.padded_dim)),
-        head_words_(static_cast<int64_t>(kBlockSize) * args.head_dim / Dot::kStep), tile_maxima_(tile_maxima) {
+        head_words_(head_words<Dot>(args.head_dim)), tile_maxima_(tile_maxima) {
     scores_ = scratch;
     weights_ = reinterpret_cast<typename Dot::Operand*>(scores_ + plan.scores);
     query_ = reinterpret_cast<typename Dot::Operand*>(scores_ + plan.scores + plan.weights);
@@ -152,9 +152,10 @@ class Worker {
     for (int r = 0; r < job.rows; r += kScoreRows)
       score_group<Dot, kScoreRows>(smaller(kScoreRows, job.rows - r), now.keys, ahead.keys, padded, query_ + r, steps,
                                    a_.scale, scores_ + r * kTileTokens);
+    if constexpr (kScaled<Dot>) scale_scores(job.rows, now);
     float decay[kTileRows], shift[kTileRows];
     move_maxima(job, tile, num_blocks, shift, decay);
-    for (int r = 0; r < job.rows; ++r) weigh(job, r, tile, num_blocks, shift[r], decay[r]);
+    for (int r = 0; r < job.rows; ++r) weigh(job, r, tile, now, shift[r], decay[r]);
 
     Words ready[kTileBlocks];
     prepare_values(job, tile, num_blocks, now.values, ready);
@@ -162,6 +163,16 @@ class Worker {
       value_group<Dot, kValueRows>(smaller(kValueRows, job.rows - r), ready, ahead.values, num_blocks,
                                    stride_,
                                    weights_ + r * (kTileTokens / Dot::kStep), decay + r, partial_ + r * stride_);
+  }
+
+  void scale_scores(int rows, const Tile& now) {
+    for (int b = 0; b < now.num_blocks; ++b) {
+      const F scales = token_scales<Dot>(now.keys[b], a_.head_dim);
+      for (int r = 0; r < rows; ++r) {
+        float* at = scores_ + r * kTileTokens + b * kLanes;
+        store(at, mul(load(at), scales));
+      }
+    }
   }
 
   // Hides what a row must not see, moves its running maximum; shift is what its scores are lowered by, decay the factor
@@ -192,16 +203,19 @@ class Worker {
     }
   }
 
-  void weigh(const Job& job, int r, int tile, int num_blocks, float shift, float decay) {
+  void weigh(const Job& job, int r, int tile, const Tile& now, float shift, float decay) {
     const float* row = scores_ + r * kTileTokens;
     typename Dot::Operand* to = weights_ + r * (kTileTokens / Dot::kStep);
     const bool wanted = wants_mass(job, r);
     const F lowered = set1(shift);
     F sum = zero();
-    for (int b = 0; b < num_blocks; ++b) {
+    for (int b = 0; b < now.num_blocks; ++b) {
       const F p = exp_negative(sub(load(row + b * kLanes), lowered));
       sum = add(sum, p);
-      Dot::pack16(to + b * (kLanes / Dot::kStep), p);
+      F weight = p;
+      if constexpr (kScaled<Dot>)  // what stands behind the context may be NaN
+        weight = select(less(zero(), p), mul(p, token_scales<Dot>(now.values[b], a_.head_dim)), p);
+      Dot::pack16(to + b * (kLanes / Dot::kStep), weight);
       if (wanted) mass_of(job, r)[tile * kTileBlocks + b] = reduce_add(p);
     }
     store(sums_ + r * kLanes, fma(load(sums_ + r * kLanes), set1(decay), sum));
@@ -227,8 +241,8 @@ class Worker {
     const size_t row_bytes = sizeof(uint32_t) * static_cast<size_t>(a_.head_dim);
     for (int i = 0; i * Dot::kStep < valid; ++i) {
       std::memcpy(to + i * stride_, from + i * a_.head_dim, row_bytes);
-      if (i * Dot::kStep + Dot::kStep > valid)  // half a pair: the lower half word is the valid one
-        for (int d = 0; d < a_.head_dim; ++d) to[i * stride_ + d] &= 0xffffu;
+      if (i * Dot::kStep + Dot::kStep > valid)  // part of a group: the lower bits are the valid ones
+        for (int d = 0; d < a_.head_dim; ++d) to[i * stride_ + d] &= (1u << 32 / Dot::kStep * (valid % Dot::kStep)) - 1u;
     }
   }
 

@@ -1,6 +1,7 @@
 // Norms, rotary embedding with the KV write, activations. Rows (or heads of tokens) are shared out over the team.
 #include <cmath>
 
+#include "kv_layout.h"
 #include "matrix.h"
 #include "vec16.h"
 
@@ -34,27 +35,53 @@ void rotate(float* x, int rotary_dim, const float* cos, const float* sin) {
   }
 }
 
-// One token's vector into its place of a block of one KV head. Element by element: members write neighbouring tokens.
-void write_key(const RopeArgs& a, int64_t base, int offset, const float* x) {
-  if (a.kv_type == DType::bf16) {
-    uint16_t* out = static_cast<uint16_t*>(a.kv) + base + 2 * offset;
-    for (int d = 0; d < a.head_dim; ++d) out[d / 2 * (2 * kBlockSize) + d % 2] = to_bf16(x[d]);
-  } else {
-    float* out = static_cast<float*>(a.kv) + base + offset;
-    for (int d = 0; d < a.head_dim; ++d) out[d * kBlockSize] = x[d];
-  }
-}
-
-void write_value(const RopeArgs& a, int64_t base, int offset, const float* x) {
-  if (a.kv_type == DType::bf16) {
-    uint16_t* out = static_cast<uint16_t*>(a.kv) + base + offset / 2 * (2 * a.head_dim) + offset % 2;
-    for (int d = 0; d < a.head_dim; ++d) out[2 * d] = to_bf16(x[d]);
-  } else {
-    std::memcpy(static_cast<float*>(a.kv) + base + offset * a.head_dim, x, static_cast<size_t>(a.head_dim) * 4);
-  }
-}
-
 constexpr int kMaxHeadDim = 256;
+
+// A token's entry in bytes: returns the scale. What is not finite makes the scale NaN.
+float round_to_bytes(const float* x, int size, int8_t* codes) {
+  float largest = 0.0f, check = 0.0f;
+  for (int d = 0; d < size; ++d) {
+    const float magnitude = __builtin_fabsf(x[d]);
+    largest = magnitude > largest ? magnitude : largest;
+    check += x[d] * 0.0f;  // NaN if anything is not finite
+  }
+  const float scale = largest * (1.0f / 127.0f), factor = scale > 0.0f && check == 0.0f ? 1.0f / scale : 0.0f;
+  for (int d = 0; d < size; ++d)  // adding 1.5 * 2^23 rounds to a whole number, ties to even
+    codes[d] = factor > 0.0f ? static_cast<int8_t>((x[d] * factor + 12582912.0f) - 12582912.0f) : int8_t{0};
+  return check == 0.0f ? scale : __builtin_nanf("");
+}
+
+// One token's vector into its place of a block of one KV head. Element by element: members write neighbouring tokens.
+void write_key(const RopeArgs& a, char* head, int offset, const float* x) {
+  if (a.kv_type == kI8) {
+    int8_t codes[kMaxHeadDim];
+    reinterpret_cast<float*>(head + kBlockSize * a.head_dim)[offset] = round_to_bytes(x, a.head_dim, codes);
+    for (int d = 0; d < a.head_dim; ++d) head[d / 4 * (4 * kBlockSize) + 4 * offset + d % 4] = static_cast<char>(codes[d]);
+  } else if (a.kv_type == DType::f32) {
+    float* out = reinterpret_cast<float*>(head) + offset;
+    for (int d = 0; d < a.head_dim; ++d) out[d * kBlockSize] = x[d];
+  } else {
+    uint16_t* out = reinterpret_cast<uint16_t*>(head) + 2 * offset;
+    const bool is_bf16 = a.kv_type == DType::bf16;
+    for (int d = 0; d < a.head_dim; ++d)
+      out[d / 2 * (2 * kBlockSize) + d % 2] = is_bf16 ? to_bf16(x[d]) : to_f16(x[d]);
+  }
+}
+
+void write_value(const RopeArgs& a, char* head, int offset, const float* x) {
+  if (a.kv_type == kI8) {
+    int8_t codes[kMaxHeadDim];
+    reinterpret_cast<float*>(head + kBlockSize * a.head_dim)[offset] = round_to_bytes(x, a.head_dim, codes);
+    char* out = head + offset / 4 * (4 * a.head_dim) + offset % 4;
+    for (int d = 0; d < a.head_dim; ++d) out[4 * d] = static_cast<char>(codes[d]);
+  } else if (a.kv_type == DType::f32) {
+    std::memcpy(reinterpret_cast<float*>(head) + offset * a.head_dim, x, static_cast<size_t>(a.head_dim) * 4);
+  } else {
+    uint16_t* out = reinterpret_cast<uint16_t*>(head) + offset / 2 * (2 * a.head_dim) + offset % 2;
+    const bool is_bf16 = a.kv_type == DType::bf16;
+    for (int d = 0; d < a.head_dim; ++d) out[2 * d] = is_bf16 ? to_bf16(x[d]) : to_f16(x[d]);
+  }
+}
 
 void rope_head(const RopeArgs& a, int64_t token, int head) {
   const int total = a.num_heads + 2 * a.num_kv_heads;
@@ -74,13 +101,14 @@ void rope_head(const RopeArgs& a, int64_t token, int head) {
   const int kv_head = (head - a.num_heads) % a.num_kv_heads;
   const int64_t block = a.slots[token] / kBlockSize;
   const int offset = static_cast<int>(a.slots[token] % kBlockSize);
-  const int64_t base = ((block * 2 + is_value) * a.num_kv_heads + kv_head) * kBlockSize * a.head_dim;
-  if (is_value) return write_value(a, base, offset, from);
+  const int64_t at = (block * 2 + is_value) * a.num_kv_heads + kv_head;
+  char* entries = static_cast<char*>(a.kv) + at * kv_head_bytes(a.head_dim, a.kv_type);
+  if (is_value) return write_value(a, entries, offset, from);
   alignas(64) float key[kMaxHeadDim];
   std::memcpy(key, from, bytes);
   if (a.k_norm) norm_head(key, a.head_dim, a.k_norm, a.eps);
   rotate(key, a.rotary_dim, cos, sin);
-  write_key(a, base, offset, key);
+  write_key(a, entries, offset, key);
 }
 
 ETSERVE_INLINE void store_row(void* out, DType type, int64_t at, Vec v, int64_t count) {

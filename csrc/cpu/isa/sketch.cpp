@@ -1,5 +1,6 @@
 // Sketches of full blocks: the mean key, and each token's rotated difference from it in 1 or 2 bits a dimension.
 // A vector register holds one dimension of the block's 16 tokens, so that nothing is reduced across lanes but the mean.
+#include "kv_layout.h"
 #include "rotate.h"
 #include "simd.h"
 #include "sketch_plan.h"
@@ -9,19 +10,31 @@ namespace {
 
 constexpr int kMaxSketchDim = 256;
 
+void load_bytes(const int8_t* from, int dim, float* keys) {
+  const float* scales = reinterpret_cast<const float*>(from + kBlockSize * dim);
+  for (int d = 0; d < dim; ++d)
+    for (int t = 0; t < kBlockSize; ++t)
+      keys[d * kBlockSize + t] = static_cast<float>(from[d / 4 * (4 * kBlockSize) + 4 * t + d % 4]) * scales[t];
+}
+
+void load_halves(const uint16_t* from, int dim, bool is_bf16, float* keys) {
+  for (int d = 0; d < dim; ++d)
+    for (int t = 0; t < kBlockSize; ++t) {
+      const uint16_t half = from[d / 2 * (2 * kBlockSize) + 2 * t + d % 2];
+      keys[d * kBlockSize + t] = is_bf16 ? from_bf16(half) : from_f16(half);
+    }
+}
+
 // keys[16 d + t] of one KV head of one block, as f32.
 void load_keys(const SketchArgs& a, int64_t block, int kv_head, float* keys) {
-  const int64_t at = (block * 2 * a.num_kv_heads + kv_head) * kBlockSize * a.head_dim;
-  if (a.kv_type == DType::f32) {
-    std::memcpy(keys, static_cast<const float*>(a.kv) + at, sizeof(float) * kBlockSize * static_cast<size_t>(a.head_dim));
-    return;
-  }
-  const uint16_t* from = static_cast<const uint16_t*>(a.kv) + at;
-  for (int d = 0; d < a.head_dim; d += 2)
-    for (int t = 0; t < kBlockSize; ++t) {
-      keys[d * kBlockSize + t] = from_bf16(from[d * kBlockSize + 2 * t]);
-      keys[(d + 1) * kBlockSize + t] = from_bf16(from[d * kBlockSize + 2 * t + 1]);
-    }
+  const int64_t at = block * 2 * a.num_kv_heads + kv_head;
+  const char* head = static_cast<const char*>(a.kv) + at * kv_head_bytes(a.head_dim, a.kv_type);
+  if (a.kv_type == DType::f32)
+    std::memcpy(keys, head, sizeof(float) * kBlockSize * static_cast<size_t>(a.head_dim));
+  else if (a.kv_type == kI8)
+    load_bytes(reinterpret_cast<const int8_t*>(head), a.head_dim, keys);
+  else
+    load_halves(reinterpret_cast<const uint16_t*>(head), a.head_dim, a.kv_type == DType::bf16, keys);
 }
 
 // Subtracts the mean as it is stored, and turns the differences by R.

@@ -160,12 +160,13 @@ class Scanner {
   // A block that is not full yet has no sketch: its keys themselves.
   template <int R>
   void score_exactly(int32_t block, int kv_head, int valid, int at, F (*scores)[kChunkBlocks]) const {
-    const int64_t words = static_cast<int64_t>(kBlockSize) * a_.head_dim / Dot::kStep;
+    const int64_t words = head_words<Dot>(a_.head_dim);
     const Words keys = static_cast<Words>(a_.kv) + (static_cast<int64_t>(block) * 2 * a_.num_kv_heads + kv_head) * words;
     for (int r = 0; r < R; ++r) {
       F sum = zero();
       for (int i = 0; i < a_.head_dim / Dot::kStep; ++i)
         sum = Dot::dot(sum, Dot::load16(keys + i * kLanes), Dot::spread(queries_[r].exact + i));
+      if constexpr (kScaled<Dot>) sum = mul(sum, token_scales<Dot>(keys, a_.head_dim));
       scores[r][at] = select(lanes_below(valid), mul(sum, set1(a_.scale * kLog2E)), set1(-kInf));
     }
   }
