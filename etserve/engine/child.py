@@ -54,7 +54,8 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 env=_child_environment(),
             )
-        ours.sendall(encode(first))  # far below what the socket buffers
+        with contextlib.suppress(OSError):  # it may be dead already: whoever receives is told
+            ours.sendall(encode(first))  # far below what the socket buffers
         return cls(process, ours)
 
     async def connect(self) -> None:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from etserve.engine.child import EngineProcess
+from etserve.engine.child import EngineLostError, EngineProcess
 from etserve.engine.frames import Configure
 from etserve.engine.process import ProcessEngine
 from etserve.engine.streams import merge
@@ -280,6 +280,27 @@ def test_an_engine_that_dies_again_and_again_fails_for_good(bench: Bench, monkey
             engine.generate(request("new", PROMPTS[0]))
 
     bench.go(main)
+
+
+def test_a_process_that_is_dead_before_its_first_message_is_lost_at_the_first_receive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real_popen = subprocess.Popen
+
+    def start_and_wait(*_arguments: Any, **_options: Any) -> "subprocess.Popen[bytes]":
+        process = real_popen([shutil.which("false") or "false"])
+        process.wait()
+        return process
+
+    async def main() -> None:
+        monkeypatch.setattr("etserve.engine.child.subprocess.Popen", start_and_wait)
+        child = EngineProcess.spawn(Configure(unit_config()))
+        await child.connect()
+        with pytest.raises(EngineLostError):
+            await child.receive()
+        assert await child.end(0.0) == 1
+
+    asyncio.run(main())
 
 
 def broken_model(folder: Path) -> str:
