@@ -4,7 +4,7 @@ The state is a value of the sequence, so preemption keeps it and recomputation, 
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from etserve.control import pruning, thermostat
@@ -132,8 +132,8 @@ class ChoiceControl:
         if laws is _NO_LAWS:
             return self
         skipping, fallback = self._observe_pruning(entropy_nats, measured)
-        return replace(
-            self,
+        return ChoiceControl(
+            laws=laws,
             thermostat=self._observe_temperature(measured) if self.steers_temperature else self.thermostat,
             pruning=skipping,
             drops=self.drops.observe(entropy_nats) if laws.ranks_by_entropy else self.drops,

@@ -76,12 +76,13 @@ def observe(config: PruningConfig, state: PruningState, entropy_nats: float) -> 
     before = entropy_nats if math.isnan(state.entropy_nats) else state.entropy_nats
     average = before + config.smoothing * (entropy_nats - before)
     jumped = entropy_nats - before >= config.jump_nats
-    return replace(
-        state,
+    return PruningState(
         entropy_nats=average,
         dense_steps_left=config.dense_steps_after_jump if jumped else dense_left,
         low_steps=state.low_steps + 1 if average < config.unknown_entropy_nats else 0,
         steps_since_check=since_check,
+        strikes=state.strikes,
+        disabled_reason=state.disabled_reason,
     )
 
 

@@ -7,7 +7,7 @@ at the temperature in force, before top-k, top-p and min-p. Units: nats.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["off", "cool", "two_sided", "edt", "mirostat", "fixed"]
@@ -16,6 +16,7 @@ Side = Literal["none", "low", "high"]
 TARGETED_MODES = ("cool", "two_sided", "mirostat")  # steer towards `target_nats`
 MEASURED_MODES = ("cool", "two_sided", "edt", "mirostat")  # need H_ctl of each token
 SAMPLING_ORDER = ("penalties", "mask", "temperature", "top_k", "top_p", "min_p")
+_NOWHERE: Side = "none"
 AUTO_TARGET_SHARE = 0.9  # of the calibrated mean of H_ctl
 
 
@@ -111,29 +112,32 @@ def observe(
     `surprisal_nats` is -ln p of the drawn token (mirostat); `is_forced`: the grammar left one token. In `edt` H is
     taken at temperature 1, and acts one token late. What is unknown (non-finite) or forced moves nothing.
     """
-    counted = replace(
-        state,
-        num_tokens=state.num_tokens + 1,
-        temperature_sum=state.temperature_sum + temperature(config, state),
-        saturated="none",
-    )
+    entropy, spread = state.entropy_nats, state.varentropy
+    offset, limit, saturated = state.log_offset, state.max_surprisal_nats, _NOWHERE
+    num_tokens = state.num_tokens + 1
     is_known = math.isfinite(entropy_nats) and math.isfinite(varentropy) and min(entropy_nats, varentropy) >= 0.0
-    if is_forced or not is_known:
-        return counted
-    averaged = replace(
-        counted,
-        entropy_nats=_average(state.entropy_nats, entropy_nats, config.smoothing),
-        varentropy=_average(state.varentropy, varentropy, config.smoothing),
+    if is_known and not is_forced:
+        entropy = _average(entropy, entropy_nats, config.smoothing)
+        spread = _average(spread, varentropy, config.smoothing)
+        if state.is_bypassed:
+            pass
+        elif config.mode in ("cool", "two_sided"):
+            offset, saturated = _steer(config, offset, entropy, spread, num_tokens)
+        elif config.mode == "edt":
+            offset = edt_log_offset(config, entropy_nats)
+        elif config.mode == "mirostat":
+            limit = _mirostat_limit(config, state, surprisal_nats)
+    return Thermostat(  # at every token of every choice: dataclasses.replace takes four times as long
+        user_temperature=state.user_temperature,
+        is_bypassed=state.is_bypassed,
+        log_offset=offset,
+        entropy_nats=entropy,
+        varentropy=spread,
+        num_tokens=num_tokens,
+        max_surprisal_nats=limit,
+        temperature_sum=state.temperature_sum + temperature(config, state),
+        saturated=saturated,
     )
-    if state.is_bypassed:
-        return averaged
-    if config.mode in ("cool", "two_sided"):
-        return _steer(config, averaged)
-    if config.mode == "edt":
-        return replace(averaged, log_offset=edt_log_offset(config, entropy_nats))
-    if config.mode == "mirostat":
-        return replace(averaged, max_surprisal_nats=_mirostat_limit(config, state, surprisal_nats))
-    return averaged
 
 
 def control_step(config: ThermostatConfig, entropy_nats: float, varentropy: float) -> float:
@@ -155,18 +159,23 @@ def edt_log_offset(config: ThermostatConfig, entropy_nats: float) -> float:
     return max(lowest, math.log(config.edt_base) * config.edt_theta / entropy_nats)
 
 
-def _steer(config: ThermostatConfig, state: Thermostat) -> Thermostat:
-    """Move u by one leaky integral step, or freeze it where the integral would only wind up."""
-    if state.num_tokens <= config.warmup_tokens or state.varentropy < config.freeze_varentropy:
-        return state
+def _steer(
+    config: ThermostatConfig, offset: float, entropy_nats: float, varentropy: float, num_tokens: int
+) -> tuple[float, Side]:
+    """Move u - u0 by one leaky integral step, or freeze it where the integral would only wind up.
+
+    Both averages have the newest token in them. Returns u - u0, and where it is held though the error pushes on.
+    """
+    if num_tokens <= config.warmup_tokens or varentropy < config.freeze_varentropy:
+        return offset, "none"
     low = math.log(config.lowest_share)
     high = 0.0 if config.mode == "cool" else math.log(config.highest_share)
-    step = control_step(config, state.entropy_nats, state.varentropy)
-    if step < 0.0 and state.log_offset <= low:
-        return replace(state, saturated="low")
-    if step > 0.0 and state.log_offset >= high:
-        return replace(state, saturated="high")
-    return replace(state, log_offset=_clip((1.0 - config.leak) * state.log_offset + step, low, high))
+    step = control_step(config, entropy_nats, varentropy)
+    if step < 0.0 and offset <= low:
+        return offset, "low"
+    if step > 0.0 and offset >= high:
+        return offset, "high"
+    return _clip((1.0 - config.leak) * offset + step, low, high), "none"
 
 
 def _mirostat_limit(config: ThermostatConfig, state: Thermostat, surprisal_nats: float) -> float:
