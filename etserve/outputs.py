@@ -166,3 +166,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pruning_sketch_bits: int = 0  # 0: attention cannot skip blocks
     speculation: str = "off"  # what guesses tokens
     can_evict: bool = False  # attention can do without blocks of a sequence
+    # what a request gets that says nothing of it
+    pruning: str = "off"
+    eviction: str = "off"
+    kv_protect: bool = False

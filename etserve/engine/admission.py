@@ -19,9 +19,7 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
     prompt, params = request.prompt_token_ids, request.params
     if not prompt:
         raise RequestError("The prompt is empty.", param="prompt")
-    num_output = 1 if params.max_tokens is None else params.max_tokens
-    if len(prompt) + num_output > info.max_model_len:
-        raise PromptTooLongError(len(prompt) + num_output, info.max_model_len)
+    check_length(len(prompt), params, info)
     named_ids = {
         "prompt": prompt,
         "logit_bias": params.logit_bias,
@@ -31,6 +29,13 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         if ids and (min(ids) < 0 or max(ids) >= info.vocab_size):
             raise RequestError(f"Token ids must be in [0, {info.vocab_size}).", param=name)
     _check_params(params)
+
+
+def check_length(num_prompt_tokens: int, params: SamplingParams, info: ModelInfo) -> None:
+    """Raise PromptTooLongError unless the prompt and the tokens asked for fit into the context."""
+    num_tokens = num_prompt_tokens + (1 if params.max_tokens is None else params.max_tokens)
+    if num_tokens > info.max_model_len:
+        raise PromptTooLongError(num_tokens, info.max_model_len)
 
 
 def _check_params(params: SamplingParams) -> None:

@@ -170,6 +170,9 @@ def assemble(
         pruning_sketch_bits=config.pruning_sketch_bits,
         speculation=config.control.speculation,
         can_evict=can_evict,
+        pruning=config.control.pruning,
+        eviction=config.control.eviction,
+        kv_protect=config.control.kv_protect,
     )
     return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)
 

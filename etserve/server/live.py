@@ -23,7 +23,7 @@ FRAME_SECONDS: Final = 0.1  # no viewer gets frames closer together
 HEARTBEAT_SECONDS: Final = 1.0  # a frame also when no step was made
 QUEUE_FRAMES: Final = 8  # per viewer; beyond it the oldest is dropped
 MAX_VIEWERS: Final = 32
-_PRUNING_OPTIONS: Final = ("pruning", "epsilon", "verify", "kv_protect")
+_PRUNING_OPTIONS: Final = ("pruning", "epsilon", "verify")
 _encode = msgspec.json.Encoder().encode
 router = APIRouter(redirect_slashes=False)
 
@@ -225,7 +225,8 @@ def _options(model: ModelInfo | None) -> dict[str, Any]:
         options[name] = facts
     if model is not None and model.pruning_sketch_bits == 0:
         reason = "This server keeps no key sketches to skip by (--pruning-sketch-bits)."
-        options |= {name: {"offered": False, "reason": reason} for name in _PRUNING_OPTIONS if name in offered}
+        names = _PRUNING_OPTIONS if model.can_evict else (*_PRUNING_OPTIONS, "kv_protect")
+        options |= {name: {"offered": False, "reason": reason} for name in names}
     if model is not None and model.speculation == "off":
         options["speculation"] = {"offered": False, "reason": "This server guesses no tokens (--speculation)."}
     if model is not None and not model.can_evict:

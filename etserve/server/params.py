@@ -102,11 +102,11 @@ def _entropic(wanted: EntropicOptions | None) -> EntropicParams:
 
 
 def protects(params: SamplingParams, model: ModelInfo) -> bool:
-    """Whether the engine may want to know which tokens of a chat prompt are to be read in every step."""
+    """Whether some tokens of a chat prompt are to be read in every step where others may be skipped or evicted."""
     wanted = params.entropic
-    may_skip = model.pruning_sketch_bits > 0 and wanted.pruning != "off"
-    may_evict = model.can_evict and wanted.eviction != "off"
-    return (may_skip or may_evict) and wanted.kv_protect is not False
+    skips = (wanted.pruning or model.pruning) == "on"
+    evicts = (wanted.eviction or model.eviction) != "off"
+    return (skips or evicts) and (model.kv_protect if wanted.kv_protect is None else wanted.kv_protect)
 
 
 def with_protected(params: SamplingParams, spans: list[tuple[int, int]]) -> SamplingParams:

@@ -12,6 +12,7 @@ from etserve.tokenizer.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 2_000  # a text as short as this is encoded at once: a hop to a thread would take longer
 MAX_PENDING = 256  # jobs waiting for a thread; beyond that the server sheds load
+MAX_SYSTEM_SPANS = 8  # of one prompt: finding one takes rendering the conversation up to it, twice
 
 T = TypeVar("T")
 
@@ -64,7 +65,8 @@ class PromptEncoder:
     async def system_spans(self, messages: Sequence[Message], ids: list[int]) -> list[tuple[int, int]]:
         """Return where in `ids`, the prompt made of `messages`, those of the system stand, as [start, end) of tokens.
 
-        A template that does not render the beginning of the conversation alone makes the whole prompt the system's.
+        The last of MAX_SYSTEM_SPANS goes on to the end of the last system message. A template that does not render the
+        beginning of the conversation alone makes the whole prompt the system's.
         """
         plain = [_plain(message) for message in messages]
         if all(message["role"] != "system" for message in plain):
@@ -72,16 +74,13 @@ class PromptEncoder:
         return await self._run(None, lambda: self._find_system_spans(plain, ids))
 
     def _find_system_spans(self, plain: list[dict[str, str]], ids: list[int]) -> list[tuple[int, int]]:
-        spans: list[tuple[int, int]] = []
-        position = 0
-        for role, run in itertools.groupby(plain, key=lambda message: message["role"]):
-            first, position = position, position + len(list(run))
-            if role == "system":
-                try:
-                    spans.append((self._num_common(plain[:first], ids), self._num_common(plain[:position], ids)))
-                except RequestError:
-                    return [(0, len(ids))]
-        return spans
+        try:
+            return [
+                (self._num_common(plain[:first], ids), self._num_common(plain[:end], ids))
+                for first, end in _system_runs(plain)
+            ]
+        except RequestError:
+            return [(0, len(ids))]
 
     def _num_common(self, messages: list[dict[str, str]], ids: list[int]) -> int:
         """How many tokens at the beginning of `ids` these first messages make."""
@@ -135,6 +134,19 @@ def _plain(message: Message) -> dict[str, str]:
     role = "system" if message.role == "developer" else message.role
     plain = {"role": role, "content": text}
     return plain if message.name is None else {**plain, "name": message.name}
+
+
+def _system_runs(plain: list[dict[str, str]]) -> list[tuple[int, int]]:
+    """Where system messages follow each other, as [start, end) of messages; the last one holds all that are left."""
+    runs: list[tuple[int, int]] = []
+    position = 0
+    for role, run in itertools.groupby(plain, key=lambda message: message["role"]):
+        first, position = position, position + len(list(run))
+        if role == "system" and len(runs) < MAX_SYSTEM_SPANS:
+            runs.append((first, position))
+        elif role == "system":
+            runs[-1] = (runs[-1][0], position)
+    return runs
 
 
 def _is_id(item: Any) -> bool:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from etserve import __version__
+from etserve.engine.admission import check_length
 from etserve.errors import PromptTooLongError, RequestError
 from etserve.metrics.recorder import CONTENT_TYPE
 from etserve.outputs import GenerateRequest
@@ -82,6 +83,7 @@ async def create_chat_completion(request: Request) -> Response:
     params = chat_params(body, model.info)
     prompt = await model.encoder.chat(body.messages)
     if protects(params, model.info):
+        check_length(len(prompt), params, model.info)  # before the prompt is rendered again, several times
         params = with_protected(params, await model.encoder.system_spans(body.messages, prompt))
     facts = _facts(model, "chatcmpl", [prompt], params, body)
     return await _answer(request, body, facts, ChatReply(facts))

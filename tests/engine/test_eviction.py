@@ -243,3 +243,13 @@ def test_the_blocks_of_each_sequence_are_told_only_while_somebody_watches() -> N
     assert told["a"].num_blocks - told["a"].num_evicted == 40
     assert told["a"].kept_fraction < 1.0 == told["short"].kept_fraction
     assert told["short"].num_evicted == 0 < told["short"].num_blocks
+
+
+def test_the_engine_says_what_a_request_gets_that_says_nothing() -> None:
+    def told(**control: Any) -> tuple[str, str, bool]:
+        info = engine_of(sketch_bits=2, **control).info
+        return info.pruning, info.eviction, info.kv_protect
+
+    assert told() == ("off", "off", False)
+    assert told(pruning="on", kv_protect=True) == ("on", "off", True)
+    assert told(eviction="pressure") == ("off", "pressure", False)

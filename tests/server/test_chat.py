@@ -1,11 +1,14 @@
 """POST /v1/chat/completions in OpenAI's shape."""
 
 import json
+from typing import Any
 
 import pytest
 
 from tests.fakes import JSON_TEXT, FakeEngine, fake_model_info
 from tests.server.helpers import TOKENIZER, call, chat, events
+
+HELLO = [{"role": "user", "content": "hi"}]
 
 
 def test_a_reply_has_openais_fields() -> None:
@@ -177,19 +180,54 @@ def test_the_prompt_too_long_message_names_both_numbers() -> None:
     assert "2048" in error["message"]
 
 
-def test_where_the_model_can_skip_the_engine_learns_which_tokens_are_the_systems() -> None:
+def test_the_engine_learns_which_tokens_are_the_systems_where_they_are_to_be_kept() -> None:
     messages = [{"role": "system", "content": "Speak in riddles only."}, {"role": "user", "content": "hi"}]
 
-    def spans(bits: int, **entropic: object) -> tuple[tuple[int, int], ...]:
-        engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=bits))
+    def spans(server: dict[str, object], **entropic: object) -> tuple[tuple[int, int], ...]:
+        engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=2, can_evict=True, **server))
         assert chat(engine, messages=messages, entropic=entropic).status_code == 200
         prompt, found = engine.seen[0].prompt_token_ids, engine.seen[0].params.entropic.protected_spans
         for start, end in found:
             assert "riddles" in TOKENIZER.decode(prompt[start:end], skip_special_tokens=False)
         return found
 
-    assert len(spans(2)) == 1  # the server's own setting may ask for them
-    assert len(spans(2, kv_protect=True, pruning="on")) == 1
-    assert spans(2, kv_protect=False) == ()
-    assert spans(2, pruning="off") == ()
-    assert spans(0) == ()
+    protecting = {"kv_protect": True}
+    assert len(spans({**protecting, "pruning": "on"})) == 1
+    assert len(spans({**protecting, "eviction": "pressure"})) == 1
+    assert len(spans({"pruning": "on"}, kv_protect=True)) == 1
+    assert len(spans(protecting, eviction="pressure")) == 1
+    assert len(spans({}, kv_protect=True, pruning="on")) == 1
+    assert spans({"pruning": "on"}) == ()
+    assert spans({**protecting, "pruning": "on"}, kv_protect=False) == ()
+    assert spans({**protecting, "pruning": "on"}, pruning="off") == ()
+    assert spans(protecting) == ()
+
+
+def count_renders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Messages of each conversation that is rendered from now on."""
+    rendered: list[int] = []
+    real = TOKENIZER.apply_chat_template
+
+    def watched(messages: Any, add_generation_prompt: bool = True) -> list[int]:
+        rendered.append(len(messages))
+        return real(messages, add_generation_prompt)
+
+    monkeypatch.setattr(TOKENIZER, "apply_chat_template", watched)
+    return rendered
+
+
+def test_a_server_that_keeps_everything_renders_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = count_renders(monkeypatch)
+    engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=2, can_evict=True))
+    assert chat(engine, messages=[{"role": "system", "content": "rules"}, *HELLO]).status_code == 200
+    assert rendered == [2]
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_its_system_messages_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendered = count_renders(monkeypatch)
+    engine = FakeEngine(info=fake_model_info(can_evict=True, eviction="pressure", kv_protect=True))
+    reply = chat(engine, messages=[{"role": "system", "content": "x" * 4000}, *HELLO])
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert rendered == [2]

@@ -228,3 +228,13 @@ def test_guessing_is_offered_where_the_server_guesses(drafter: str) -> None:
     option = call("GET", "/v1/entropic", engine=engine).json()["options"]["speculation"]
     assert option["offered"] is (drafter == "ngram")
     assert ("guesses" in option.get("reason", "")) is (drafter == "off")
+
+
+@pytest.mark.parametrize("can_evict", [False, True])
+@pytest.mark.parametrize("bits", [0, 2])
+def test_protection_is_offered_where_blocks_can_be_skipped_or_evicted(bits: int, can_evict: bool) -> None:
+    engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=bits, can_evict=can_evict))
+    options = call("GET", "/v1/entropic", engine=engine).json()["options"]
+    assert options["kv_protect"]["offered"] is (bits > 0 or can_evict)
+    assert options["pruning"]["offered"] is (bits > 0)
+    assert options["eviction"]["offered"] is can_evict

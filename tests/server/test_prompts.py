@@ -1,6 +1,7 @@
 """Encoding of prompts: off the event loop, bounded, and with the template's own words for what it refuses."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 
 from etserve.errors import OverloadedError, RequestError
-from etserve.server.prompts import INLINE_CHARACTERS, MAX_PENDING, PromptEncoder
-from etserve.server.schemas import Message
+from etserve.server.prompts import INLINE_CHARACTERS, MAX_PENDING, MAX_SYSTEM_SPANS, PromptEncoder
+from etserve.server.schemas import MAX_MESSAGES, Message
 from etserve.tokenizer.chat import ChatTemplate
 from etserve.tokenizer.tokenizer import Tokenizer
 from tests.server.helpers import TOKENIZER
@@ -151,3 +152,36 @@ def test_a_template_that_takes_no_beginnings_protects_the_whole_prompt() -> None
 
     asyncio.run(go())
     encoder.close()
+
+
+def alternating(num_turns: int) -> list[Message]:
+    """A system message before every user's."""
+    return [
+        message
+        for i in range(num_turns)
+        for message in (Message(role="system", content=f"Rule {i};"), Message(role="user", content="go"))
+    ]
+
+
+@pytest.mark.parametrize("num_turns", [MAX_SYSTEM_SPANS - 1, MAX_SYSTEM_SPANS, MAX_SYSTEM_SPANS + 1, 40])
+def test_every_system_message_is_protected_however_many_there_are(num_turns: int) -> None:
+    spans, ids = spans_of(alternating(num_turns))
+    assert len(spans) == min(num_turns, MAX_SYSTEM_SPANS)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    texts = [TOKENIZER.decode(ids[start:end], skip_special_tokens=False) for start, end in spans]
+    for i in range(num_turns):
+        assert f"Rule {i};" in texts[min(i, MAX_SYSTEM_SPANS - 1)]
+    assert ["go" in text for text in texts[:-1]] == [False] * (len(texts) - 1)
+
+
+def test_no_conversation_is_rendered_more_often_than_the_bound() -> None:
+    watched = WatchedTokenizer()
+    encoder = encoder_of(watched)
+    messages = alternating(MAX_MESSAGES // 2)
+
+    async def go() -> list[tuple[int, int]]:
+        return await encoder.system_spans(messages, list(range(10)))
+
+    assert len(asyncio.run(go())) == MAX_SYSTEM_SPANS
+    encoder.close()
+    assert len(watched.threads) <= 2 * MAX_SYSTEM_SPANS
