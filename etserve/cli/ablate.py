@@ -10,7 +10,7 @@ from etserve.cli.options import ConfigFile, read_config, with_config_options
 from etserve.cli.serve import ModelArgument
 
 Preset = Annotated[
-    Literal["smoke", "standard"], typer.Option(help="smoke: minutes, says little; standard: over an hour.")
+    Literal["smoke", "standard"], typer.Option(help="smoke: minutes, says little; standard: under an hour on two cores.")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; a run that was stopped goes on there.")]
 Arms = Annotated[str | None, typer.Option(help="Only these, comma separated; the baseline always runs.")]

@@ -24,7 +24,7 @@ class PruningConfig:
     entropy_low_nats: float = 1.3  # the model's quartiles of H_raw
     entropy_high_nats: float = 3.6
     smoothing: float = 0.25  # weight of the newest token in Hbar
-    jump_nats: float = 1.0  # H_raw above the Hbar before it
+    jump_nats: float = 3.0  # H_raw above the Hbar before it
     dense_steps_after_jump: int = 8
     unknown_entropy_nats: float = 0.05  # Hbar below: over-confident, not safe
     unknown_steps: int = 16

@@ -1,10 +1,11 @@
 """Figures agree with counts by hand; a gain needs its interval, its quality and a beaten placebo."""
 
+import msgspec
 import pytest
 
 from etserve.bench.ablate import similarity
 from etserve.bench.ablate.arms import ARMS, control_of, select, share_of_skipping_layers
-from etserve.bench.ablate.figures import deadline, kept_share, round_figures, steady_figures
+from etserve.bench.ablate.figures import STEADY_SHARE, deadline, kept_share, round_figures, steady_figures
 from etserve.bench.ablate.goals import attempts, goals_section
 from etserve.bench.ablate.records import PromptRun, QualityRun, Replay
 from etserve.bench.ablate.statistics import compare, loss
@@ -182,6 +183,14 @@ def test_placebos_take_their_measure_from_their_law() -> None:
         control_of(ARMS["recent-blocks"], base)
 
 
+@pytest.mark.parametrize(("calibrated", "wanted"), [(0.1, 0.2), (0.2, 0.4), (0.3, 0.5)])
+def test_a_loose_arm_misses_twice_what_the_calibrated_one_may(calibrated: float, wanted: float) -> None:
+    base = ControlConfig(epsilon=calibrated)
+    tight, loose = control_of(ARMS["meso"], base), control_of(ARMS["loose"], base)
+    assert (tight.epsilon, loose.epsilon) == (calibrated, pytest.approx(wanted))
+    assert loose == msgspec.structs.replace(tight, epsilon=loose.epsilon)
+
+
 def test_a_share_counts_the_dense_layers() -> None:
     assert share_of_skipping_layers(0.4, dense_layers=2, num_layers=30) == pytest.approx((12 - 2) / 28)
     assert share_of_skipping_layers(1.0, 2, 30) == 1.0
@@ -226,7 +235,9 @@ def test_the_closest_law_to_a_goal_keeps_the_quality() -> None:
     (worst,) = attempts("short-chat", figures, scores)
     assert (worst.arm, worst.is_reached) == ("full", True)
     assert attempts("mixed", figures, scores) == []
-    lines = goals_section([best, worst], []).splitlines()
+    text = goals_section([best, worst], [])
+    assert (STEADY_SHARE, "three quarters of the sequences decode" in text) == (0.75, True)
+    lines = text.splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
     assert "**no**" in table[2]

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from etserve.config import Config, ControlConfig, EngineConfig, ServerConfig, load_config
+from etserve.control.draft import DraftLaw, VerifyLaw
+from etserve.control.priority import PriorityConfig
+from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -150,3 +153,10 @@ def test_the_control_table_has_one_place_only(tmp_path: Path) -> None:
 def test_what_the_laws_refuse_together_stops_the_start(control: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="control"):
         load_config(None, {"control": control}, {})
+
+
+def test_the_laws_own_defaults_are_the_settings() -> None:
+    assert ControlConfig().pruning_law() == PruningConfig()
+    assert ControlConfig().priority_law() == PriorityConfig()
+    assert ControlConfig().draft_law() == DraftLaw()
+    assert ControlConfig().verify_law("bounded") == VerifyLaw("bounded")

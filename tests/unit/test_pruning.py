@@ -88,14 +88,14 @@ def test_nothing_is_skipped_before_the_first_entropy_or_on_a_short_context() -> 
 
 
 def test_a_jump_of_entropy_makes_the_next_eight_steps_dense() -> None:
-    state = after(CONFIG, [2.0] * 5 + [3.0])
+    state = after(CONFIG, [2.0] * 5 + [5.0])
     seen = []
     for _ in range(10):
         seen.append(epsilon(CONFIG, state, LONG))
         state = observe(CONFIG, state, 2.2)
     assert seen[:8] == [0.0] * 8
     assert min(seen[8:]) > 0.0
-    assert epsilon(CONFIG, after(CONFIG, [2.0] * 5 + [2.99]), LONG) > 0.0
+    assert epsilon(CONFIG, after(CONFIG, [2.0] * 5 + [4.99]), LONG) > 0.0
     assert epsilon(CONFIG, after(CONFIG, [9.0]), LONG) > 0.0  # the first token has nothing to jump from
 
 
@@ -105,7 +105,7 @@ def test_for_eight_steps_after_every_jump_nothing_is_skipped(stream: list[float]
     for t, h in enumerate(stream):
         if t <= quiet_until:
             assert epsilon(CONFIG, state, LONG) == 0.0
-        if h - state.entropy_nats >= 1.0:
+        if h - state.entropy_nats >= CONFIG.jump_nats:
             quiet_until = t + 8
         state = observe(CONFIG, state, h)
 
@@ -161,7 +161,7 @@ def test_never_more_than_64_steps_skip_between_two_checks(stream: list[float], d
 
 
 def test_a_check_waits_for_a_step_that_would_skip() -> None:
-    state = after(CONFIG, [2.0] * 63 + [4.0])
+    state = after(CONFIG, [2.0] * 63 + [5.0])
     assert not is_check_due(CONFIG, state, LONG)
     assert not is_check_due(CONFIG, after(CONFIG, [2.0] * 70), 100)
     assert is_check_due(CONFIG, after(CONFIG, [2.0] * 70), LONG)

@@ -10,6 +10,7 @@ from etserve.bench.errors import BenchError
 from etserve.config import ControlConfig
 
 SKETCH_BITS = 2
+MAX_EPSILON = 0.5  # that settings may have
 _MICRO = {"temperature_mode": "cool"}
 _MACRO = {"priority_mode": "entropic"}
 _MESO = {"pruning": "on"}
@@ -29,6 +30,7 @@ class Arm:
     changes: Mapping[str, Any] = field(default_factory=dict)  # fields of ControlConfig
     placebo_of: str | None = None
     matches: str | None = None  # kept_share | mean_temperature
+    epsilon_factor: float = 1.0  # on the epsilon of the settings that all arms share
 
     @property
     def is_lossy(self) -> bool:
@@ -51,7 +53,7 @@ ARMS: dict[str, Arm] = {
         Arm("micro", "thermostat, cool", _MICRO),
         Arm("macro", "entropic priority with finish bonus and ageing", _MACRO),
         Arm("meso", "blocks skipped by key sketches, epsilon steered by entropy", _MESO),
-        Arm("loose", "as meso, with an epsilon of 0.2", {**_MESO, "epsilon": 0.2}),
+        Arm("loose", "as meso, with twice its epsilon", _MESO, epsilon_factor=2.0),
         Arm(
             "verified",
             "as meso, keys and values renewed densely when its risk is spent",
@@ -120,6 +122,8 @@ def control_of(arm: Arm, base: ControlConfig, matched: float | None = None, num_
     share of all block reads into one of the layers that skip. Raises ValueError where a figure is missing.
     """
     changes = dict(arm.changes)
+    if arm.epsilon_factor != 1.0:
+        changes["epsilon"] = min(MAX_EPSILON, arm.epsilon_factor * base.epsilon)
     if arm.matches is not None:
         if matched is None:
             raise ValueError(f"{arm.name} needs the {arm.matches} of {arm.placebo_of}")
