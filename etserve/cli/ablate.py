@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from etserve.bench.ablate.settings import UNUSED
 from etserve.cli.options import ConfigFile, read_config, with_config_options
 from etserve.cli.serve import ModelArgument
 
 Preset = Annotated[
-    Literal["smoke", "standard"], typer.Option(help="smoke: minutes, says little; standard: under an hour on two cores.")
+    Literal["smoke", "standard"],
+    typer.Option(help="smoke: minutes, says little; standard: under an hour on two cores."),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; a run that was stopped goes on there.")]
 Arms = Annotated[str | None, typer.Option(help="Only these, comma separated; the baseline always runs.")]
@@ -19,7 +21,7 @@ Rounds = Annotated[int | None, typer.Option(min=1, max=100, help="Intervals take
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, arrivals and draws.")]
 
 
-@with_config_options("engine", "control")
+@with_config_options("engine", "control", without=UNUSED)
 def ablate(
     model: ModelArgument = None,
     preset: Preset = "standard",

@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
-from etserve.cli.options import ConfigFile, read_config, with_config_options
+from etserve.bench.ablate.settings import UNUSED, plain
+from etserve.cli.options import ConfigFile, with_config_options, with_model
 from etserve.cli.serve import ModelArgument
+from etserve.config import calibration_folder, load_config
 
 Out = Annotated[
     Path | None,
@@ -20,7 +23,7 @@ Tokens = Annotated[int, typer.Option(min=64, max=65_536, help="How many tokens t
 ContextTokens = Annotated[int, typer.Option(min=544, max=65_536, help="Context at which epsilon is judged.")]
 
 
-@with_config_options("engine", "control")
+@with_config_options("engine", "control", without=UNUSED)
 def calibrate(
     model: ModelArgument = None,
     out: Out = None,
@@ -33,21 +36,22 @@ def calibrate(
 ) -> None:
     """Measure entropies, the target of the thermostat, and how much attention may miss.
 
-    Every later command with the model finds the file by itself; any setting given to it goes before the file's.
+    Every later command with the model finds the file by itself; any setting given to it goes before the file's. A
+    calibration that is there already plays no part.
     """
-    settings = read_config(config, flags, model)
+    given = with_model(flags, model)
+    given["control"]["temperature_mode"] = "off"  # another may need the target that is measured here
+    settings = load_config(config, given)
     from etserve.bench.calibrate import calibrate_model
     from etserve.bench.calibration import write_calibration
     from etserve.cli.local import loading
-    from etserve.config import calibration_folder
     from etserve.models.calibration_files import own_path
     from etserve.models.files import resolve_model
 
     console = Console(stderr=True)
     with loading(console, "calibrating: the model writes, then reads with blocks skipped"):
-        found = calibrate_model(
-            settings.engine, temperature=temperature, num_tokens=tokens, context_tokens=context_tokens
-        )
+        engine = msgspec.structs.replace(settings.engine, control=plain(settings.control))
+        found = calibrate_model(engine, temperature=temperature, num_tokens=tokens, context_tokens=context_tokens)
     path = out or own_path(resolve_model(settings.engine.model), calibration_folder())
     write_calibration(found, path)
     typer.echo(str(path))

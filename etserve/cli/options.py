@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -109,14 +109,17 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], Mapping[str, str]]] = {
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file: engine, control, server.")]
 
 
-def with_config_options(*sections: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_config_options(
+    *sections: str, without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of these sections; it receives the set ones as `flags={section: {field: value}}`.
 
-    Values stay as typed: load_config checks them, so that a flag, a variable and a file fail with the same words.
+    `without`: fields that it has no use for. Values stay as typed: load_config checks them, so that a flag, a variable
+    and a file fail with the same words.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        owners = {name: section for section in sections for name in flag_fields(section)}
+        owners = {name: section for section in sections for name in flag_fields(section) if name not in without}
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(section, name))

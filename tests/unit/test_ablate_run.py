@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -15,7 +16,8 @@ from etserve.bench.ablate.reading import Reader
 from etserve.bench.ablate.records import RoundRun
 from etserve.bench.ablate.report import write_report
 from etserve.bench.ablate.run import Comparison, Results, manifest
-from etserve.bench.ablate.session import plain, run_session
+from etserve.bench.ablate.session import run_session
+from etserve.bench.ablate.settings import plain
 from etserve.bench.ablate.store import Store
 from etserve.bench.ablate.workloads import SMOKE, STANDARD, Arrival, Preset
 from etserve.bench.errors import BenchError
@@ -291,3 +293,35 @@ def test_the_command_writes_a_report_and_says_where(tmp_path: Path, capsys: pyte
 def test_an_unknown_arm_is_the_callers_fault(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="unknown arm"):
         run_session(Config(engine=CONFIG), Console(quiet=True), preset="smoke", out=tmp_path, arms="meta")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--no-prefix-caching",
+        "--max-num-seqs=4",
+        "--max-step-tokens=64",
+        "--num-kv-blocks=99",
+        "--kv-memory-bytes=99",
+        "--pruning-sketch-bits=1",
+        "--pruning=on",
+        "--kv-protect",
+    ],
+)
+def test_an_option_that_would_change_nothing_is_not_offered(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["ablate", str(UNIT_MODEL), option, "--preset", "smoke", "--out", str(tmp_path / "out")]) == 2
+    assert option.partition("=")[0] in capsys.readouterr().err
+
+
+def test_settings_that_change_nothing_in_a_comparison_are_no_part_of_it(lab: Lab) -> None:
+    def told(of: Lab) -> dict[str, object]:
+        return manifest(of, SMOKE, select(None), ControlConfig(), 0)
+
+    sized = Lab(msgspec.structs.replace(CONFIG, max_num_seqs=4, num_kv_blocks=99, prefix_caching=False))
+    assert told(sized) == told(lab)
+    assert told(Lab(msgspec.structs.replace(CONFIG, dtype="bfloat16"))) != told(lab)
+    engine = sized.engine(ControlConfig(), 0, num_kv_blocks=64)
+    assert (engine.info.num_kv_blocks, engine.info.max_num_seqs) == (64, 64)
+    assert engine._scheduler.kv.prefix_caching

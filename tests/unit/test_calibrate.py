@@ -17,7 +17,9 @@ from etserve.bench.calibrate import calibrate_model, measure_epsilons, measure_r
 from etserve.bench.calibration import Calibration, EpsilonLoss, as_toml, settings_of
 from etserve.bench.errors import BenchError
 from etserve.cli import main as cli
-from etserve.config import ControlConfig, EngineConfig, load_config
+from etserve.config import ControlConfig, EngineConfig, calibration_folder, load_config
+from etserve.models.calibration_files import own_path
+from etserve.models.files import resolve_model
 from tests.engine.helpers import load_unit, reference_logits
 from tests.unit.bench_helpers import UNIT_MODEL, unit_tokenizer
 
@@ -107,6 +109,47 @@ def test_a_short_context_looks_for_no_epsilon() -> None:
     assert measured.losses == []
     assert measured.epsilon is None
     assert measured.num_tokens > 0
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user's own calibration of the unit model lies."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = own_path(resolve_model(str(UNIT_MODEL)), calibration_folder())
+    path.parent.mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize("before", ["[control\n", "[control]\nepsilon = 0.45\nmean_entropy_nats = 1.5\n"])
+def test_what_was_measured_before_plays_no_part(before: str, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ControlConfig] = []
+
+    def measure(config: EngineConfig, **_: object) -> Calibration:
+        seen.append(config.control)
+        return found((0.05, 0.001))
+
+    own.write_text(before)
+    monkeypatch.setattr(calibrate, "calibrate_model", measure)
+    assert [cli.run(["calibrate", str(UNIT_MODEL)]) for _ in range(2)] == [0, 0]
+    assert seen == [ControlConfig(), ControlConfig()]
+    assert tomllib.loads(own.read_text())["control"]["epsilon"] == 0.05
+
+
+def test_settings_that_need_a_calibration_do_not_keep_it_from_being_made(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "cool.toml"
+    config.write_text('[control]\ntemperature_mode = "cool"\nprune_selector = "random"\njump_nats = 2.0\n')
+    seen: list[ControlConfig] = []
+
+    def measure(config: EngineConfig, **_: object) -> Calibration:
+        seen.append(config.control)
+        return found()
+
+    monkeypatch.setattr(calibrate, "calibrate_model", measure)
+    assert cli.run(["calibrate", str(UNIT_MODEL), "--config", str(config)]) == 0
+    assert seen == [ControlConfig(jump_nats=2.0)]
+    assert own.exists()
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

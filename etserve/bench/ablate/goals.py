@@ -103,9 +103,9 @@ def goals_section(found: Sequence[Attempt], verdicts: Sequence[Verdict]) -> str:
     return "\n\n".join(
         [
             "## Goals",
-            "Ratios to the plain engine in the steady window (at least three quarters of the sequences decode), with 95 % "
-            f"intervals; laws that lose more than {MAX_LOSS:.0%} of NLL do not count. On short chat the slowest law is "
-            "shown.",
+            "Ratios to the plain engine in the steady window (at least three quarters of the sequences decode), "
+            f"with 95 % intervals; laws that lose more than {MAX_LOSS:.0%} of NLL do not count. On short chat the "
+            "slowest law is shown.",
             markdown(header, rows),
         ]
     )

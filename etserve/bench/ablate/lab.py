@@ -45,7 +45,7 @@ class Lab:
         max_step_tokens: int = 512,
         memory: Memory | None = None,
     ) -> LLMEngine:
-        """A warm engine with so many blocks for live sequences. Prefix caching as the lab's settings have it.
+        """A warm engine with so many blocks for live sequences. Equal beginnings are read once.
 
         `memory`: of as many blocks and made for the same bits of sketch, instead of one of its own.
         """
@@ -65,7 +65,13 @@ class Lab:
         return Memory.of(self.loaded(sketch_bits).decoder, num_kv_blocks)
 
     def _settings(self, control: ControlConfig, sketch_bits: int) -> EngineConfig:
-        return _replace(self.config, control=control, pruning_sketch_bits=sketch_bits, kv_memory_bytes=None)
+        return _replace(
+            self.config,
+            control=control,
+            pruning_sketch_bits=sketch_bits,
+            kv_memory_bytes=None,
+            prefix_caching=True,
+        )
 
 
 def _replace(config: EngineConfig, **changes: object) -> EngineConfig:

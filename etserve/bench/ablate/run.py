@@ -13,6 +13,7 @@ from etserve.bench.ablate.progress import Piece
 from etserve.bench.ablate.quality import is_scored, run_quality, settings_of
 from etserve.bench.ablate.records import QualityRun, RoundRun
 from etserve.bench.ablate.rounds import RoundBench
+from etserve.bench.ablate.settings import used
 from etserve.bench.ablate.store import Store
 from etserve.bench.ablate.texts import quality_texts
 from etserve.bench.ablate.workloads import (
@@ -173,9 +174,9 @@ class Comparison:
 def manifest(lab: Lab, preset: Preset, arms: list[Arm], base: ControlConfig, seed: int) -> dict[str, object]:
     """What a folder of results is for: another model, size or setting belongs into another."""
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "model": lab.config.model,
-        "engine": msgspec.to_builtins(msgspec.structs.replace(lab.config, control=ControlConfig())),
+        "engine": used(lab.config),
         "control": msgspec.to_builtins(base),
         "preset": msgspec.to_builtins(preset),
         "arms": [arm.name for arm in arms],

@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from etserve import __version__
@@ -16,11 +15,12 @@ from etserve.bench.ablate.lab import Lab
 from etserve.bench.ablate.progress import Shown
 from etserve.bench.ablate.report import write_report
 from etserve.bench.ablate.run import Comparison, manifest
+from etserve.bench.ablate.settings import plain
 from etserve.bench.ablate.store import Store
 from etserve.bench.ablate.workloads import Preset, PresetName
 from etserve.bench.errors import BenchError
 from etserve.bench.host import describe_machine
-from etserve.config import Config, ControlConfig
+from etserve.config import Config
 
 
 def run_session(
@@ -46,22 +46,6 @@ def run_session(
         shown.begin(comparison.total_weight(), comparison.num_pieces())
         found = comparison.run()
     return write_report(found, _facts(lab, chosen, seed, time.monotonic() - begin), out)
-
-
-def plain(control: ControlConfig) -> ControlConfig:
-    """The settings with everything off: gains and calibrated entropies stay, for the arms to switch on."""
-    return msgspec.structs.replace(
-        control,
-        temperature_mode="off",
-        priority_mode="fcfs",
-        pruning="off",
-        prune_selector="sketch",
-        prune_share=1.0,
-        speculation="off",
-        verify="off",
-        eviction="off",
-        evict_selector="score",
-    )
 
 
 def check_libraries() -> None:
