@@ -210,6 +210,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 # What belongs to a model, and so may come from a file that is looked up by it: it switches nothing on.
 CALIBRATED = frozenset({"mean_entropy_nats", "entropy_low_nats", "entropy_high_nats", "epsilon"})
+_QUARTILES = frozenset({"entropy_low_nats", "entropy_high_nats"})  # one scale: a stronger source replaces both
 _CARRIER = "control"  # the engine's field that holds the table of the same name
 
 
@@ -272,12 +273,19 @@ def _sources(
     calibration: Path | None,
 ) -> tuple[tuple[Origin, Mapping[str, Mapping[str, Any]]], ...]:
     """The weakest first."""
-    return (
-        ("calibration", _read_calibration(calibration)),
+    stronger: tuple[tuple[Origin, Mapping[str, Mapping[str, Any]]], ...] = (
         ("file", _read_file(path)),
         ("environment", _from_environment(os.environ if environment is None else environment)),
         ("flag", flags or {}),
     )
+    calibrated = _read_calibration(calibration)
+    if any(_sets_quartile(source) for _, source in stronger):
+        calibrated = {_CARRIER: {k: v for k, v in calibrated.get(_CARRIER, {}).items() if k not in _QUARTILES}}
+    return (("calibration", calibrated), *stronger)
+
+
+def _sets_quartile(source: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(source.get(_CARRIER, {}).get(name) is not None for name in _QUARTILES)
 
 
 def calibration_folder(environment: Mapping[str, str] | None = None) -> Path:
@@ -292,6 +300,8 @@ def _read_calibration(path: Path | None) -> dict[str, dict[str, Any]]:
     others += [f"{_CARRIER}.{name}" for name in found.get(_CARRIER, {}) if name not in CALIBRATED]
     if others:
         raise ConfigError(f"{path}: a calibration cannot set {', '.join(others)}")
+    if len(_QUARTILES & found.get(_CARRIER, {}).keys()) == 1:
+        raise ConfigError(f"{path}: a calibration sets both quartiles of the entropy, or none")
     return found
 
 

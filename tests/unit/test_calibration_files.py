@@ -55,10 +55,34 @@ def test_what_is_set_goes_before_what_was_measured(home: Path, tmp_path: Path) -
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "quartiles"),
+    [("entropy_low_nats", 3.0, (3.0, 3.6)), ("entropy_high_nats", 1.4, (1.3, 1.4))],
+)
+def test_who_sets_one_quartile_gets_none_of_the_measured_ones(
+    name: str, value: float, quartiles: tuple[float, float], home: Path, tmp_path: Path
+) -> None:
+    """Measured were 0.5 and 2.5."""
+    file = tmp_path / "own.toml"
+    file.write_text(f"[control]\n{name} = {value}\n")
+    control = load_config(file, environment={}, calibration=home).control
+    assert (control.entropy_low_nats, control.entropy_high_nats, control.epsilon) == (*quartiles, 0.07)
+    origins = setting_origins(file, environment={}, calibration=home)["control"]
+    assert origins == {name: "file", "epsilon": "calibration", "mean_entropy_nats": "calibration"}
+    assert load_config(None, {"control": {name: value}}, {}, home).control == control
+    assert load_config(None, {"control": {name: None}}, {}, home).control.entropy_high_nats == 2.5
+
+
 @pytest.mark.parametrize("text", ["[server]\nport = 1\n", '[control]\npruning = "on"\n'])
 def test_a_calibration_switches_nothing_on(home: Path, text: str) -> None:
     home.write_text(text)
     with pytest.raises(ConfigError, match="cannot set"):
+        read_config(None, {}, str(UNIT_MODEL))
+
+
+def test_a_calibration_has_both_quartiles_or_none(home: Path) -> None:
+    home.write_text("[control]\nentropy_low_nats = 0.5\n")
+    with pytest.raises(ConfigError, match="both quartiles"):
         read_config(None, {}, str(UNIT_MODEL))
 
 
