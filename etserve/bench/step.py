@@ -27,6 +27,7 @@ from etserve.sequence import Sequence as TokenSequence
 _WARM_STEPS = 2
 _FILL = 0.01  # of keys and values: untouched memory would be one page, read from the cache
 _TOP = 20  # likeliest tokens of the row pass
+_PRODUCTS = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # torch has them too, as its own kernels
 Progress = Callable[[str], None]
 _Timed = tuple[StepStats, dict[str, float]]  # and the seconds by phase
 
@@ -68,7 +69,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     dtype: str
     gb_per_second: float
-    gflop_per_second: float
+    gflop_per_second: float | None  # None: the weights are in a format of which no ceiling is known
     profiles: list[StepProfile]
 
 
@@ -82,8 +83,7 @@ def profile_steps(
     for context in contexts:
         if context + num_steps + _WARM_STEPS + 1 > loaded.max_model_len:
             raise BenchError(f"a context of {context} tokens does not leave {num_steps} of {loaded.max_model_len}")
-    is_float32 = loaded.dtype == "float32"
-    limits = ceilings.measure(torch.float32 if is_float32 else torch.bfloat16)
+    limits = ceilings.measure(_PRODUCTS.get(loaded.dtype))
     profiles = []
     for context in contexts:
         memory = _filled(lab, max(batches), context + num_steps + _WARM_STEPS + 1)

@@ -52,17 +52,27 @@ def _row(report: StepReport, each: StepProfile) -> list[str]:
         shown(each.bytes_read, 1e-6, 0),
         shown(each.flops, 1e-9, 2),
         f"{each.gb_per_second:.1f} ({each.gb_per_second / report.gb_per_second:.0%})",
-        f"{each.gflop_per_second:.0f} ({each.gflop_per_second / report.gflop_per_second:.0%})",
+        _products(each, report.gflop_per_second),
         shown(each.ceiling_seconds, 1e3, 2),
         f"{each.ceiling_seconds / each.step_seconds:.0%}",
     ]
 
 
+def _products(each: StepProfile, ceiling: float | None) -> str:
+    rate = f"{each.gflop_per_second:.0f}"
+    return rate if ceiling is None else f"{rate} ({each.gflop_per_second / ceiling:.0%})"
+
+
 def facts(report: StepReport) -> str:
     """What the table is of, in a sentence."""
+    products = (
+        "no ceiling of products is known for these weights, so bytes alone bound a step."
+        if report.gflop_per_second is None
+        else f"{report.gflop_per_second:.0f} GFLOP/s in a large matrix product."
+    )
     return (
         f"{report.model}, {report.dtype}, {report.backend}. Ceilings of this machine, measured: "
-        f"{report.gb_per_second:.1f} GB/s read, {report.gflop_per_second:.0f} GFLOP/s in a large matrix product."
+        f"{report.gb_per_second:.1f} GB/s read; {products}"
     )
 
 

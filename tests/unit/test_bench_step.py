@@ -46,7 +46,26 @@ def test_the_ceiling_is_the_slower_bound_of_the_matrices_and_the_cache() -> None
     limits = Ceilings(gb_per_second=10.0, gflop_per_second=100.0)
     assert limits.seconds(weight_bytes=2e9, kv_bytes=1e9, flops=1e9) == pytest.approx(0.3)
     assert limits.seconds(weight_bytes=2e9, kv_bytes=1e9, flops=1e11) == pytest.approx(1.1)
-    assert min(ceilings.measure(torch.float32, passes=1)) > 0.0
+    assert limits._replace(gflop_per_second=None).seconds(2e9, 1e9, 1e11) == pytest.approx(0.3)
+    measured = ceilings.measure(torch.float32, passes=1)
+    assert measured.gb_per_second > 0.0
+    assert measured.gflop_per_second is not None
+    assert measured.gflop_per_second > 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_known"),
+    [({"dtype": "bfloat16"}, True), ({"dtype": "float16"}, False), ({"quantize": "q8_0"}, False)],
+)
+def test_products_have_a_ceiling_where_one_is_measured_in_their_format(
+    settings: dict[str, str], is_known: bool
+) -> None:
+    found = profile_steps(Lab(msgspec.structs.replace(CONFIG, **settings)), [1], [33], 3)
+    row = dict(zip(step_report.HEADER, step_report.table(found)[0], strict=True))
+    assert (found.gflop_per_second is not None) is is_known
+    assert ("%" in row["GFLOP/s (of the ceiling)"]) is is_known
+    assert ("bytes alone" in step_report.facts(found)) is not is_known
+    assert "%" in row["GB/s (of the ceiling)"]
 
 
 def test_table_and_picture_hold_every_row(report: StepReport, tmp_path: Path) -> None:
