@@ -31,11 +31,11 @@ def serve(
 
     log_level = settings.server.log_level
     log.configure(log_level)
-    if (calibration := find_model_calibration(config, flags, model)) is not None:
-        log.log_facts(log.get_logger(__name__), logging.INFO, "calibration found", path=str(calibration))
     resolve_model(settings.engine.model)  # a missing file is said at once, not by the engine process
     listener = open_listener(settings.server)
     typer.echo(f"etserve: loading {settings.engine.model}", err=True)
+    if (calibration := find_model_calibration(config, flags, model)) is not None:
+        log.log_facts(log.get_logger(__name__), logging.INFO, "calibration found", path=str(calibration))
     started = EngineProcess.spawn(Configure(settings.engine, log_level))  # it loads while this process imports the rest
 
     from etserve.engine.process import ProcessEngine

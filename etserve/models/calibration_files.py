@@ -6,6 +6,7 @@ from pathlib import Path
 from etserve.models.files import ModelFiles, weight_files
 
 BESIDE = "etserve-calibration.toml"  # in the model's folder; a .gguf file has NAME.etserve-calibration.toml beside it
+SHIPPED = Path(__file__).with_name("calibration")  # MODEL-FINGERPRINT.toml, all that was measured as JSON beside it
 _HEAD_BYTES = 1 << 20  # of a .gguf file: its metadata
 
 
@@ -32,9 +33,7 @@ def own_path(files: ModelFiles, folder: Path) -> Path:
 
 
 def find_calibration(files: ModelFiles, folder: Path) -> Path | None:
-    """The user's own measurement, else one beside the model, else None."""
+    """The user's own measurement, else one beside the model, else the one that is shipped for it, else None."""
     beside = files.path.with_suffix("." + BESIDE) if files.gguf is not None else files.path / BESIDE
-    for path in (own_path(files, folder), beside):
-        if path.is_file():
-            return path
-    return None
+    shipped = sorted(SHIPPED.glob(f"*-{fingerprint(files)}.toml"))  # whatever the file is called here
+    return next((path for path in (own_path(files, folder), beside, *shipped) if path.is_file()), None)

@@ -71,7 +71,8 @@ def test_all_off_is_the_plain_engine_bit_for_bit() -> None:
     """Gains, targets and weights say nothing while no mode is on; nor does a request that says so itself."""
     plain = run_steps(make_engine(), requests())
     gains = ControlConfig(target_entropy_nats=1.0, thermostat_gain=5.0, epsilon=0.4, kv_protect=True, gain_weight=0.1)
-    for control, params in ((gains, {}), (ControlConfig(), {"entropic": OFF})):
+    measured = ControlConfig(mean_entropy_nats=2.3, entropy_low_nats=2.4, entropy_high_nats=4.2, epsilon=0.2)
+    for control, params in ((gains, {}), (measured, {}), (ControlConfig(), {"entropic": OFF})):
         outputs, stats = run_steps(make_engine(control=control), requests(**params))
         assert without_times(outputs) == without_times(plain[0])
         assert comparable(stats) == comparable(plain[1])

