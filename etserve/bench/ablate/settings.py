@@ -36,7 +36,7 @@ _OFF: dict[str, Any] = {
     "block_budget": None,
     "evict_selector": "score",
 }
-UNUSED = UNUSED_ENGINE | _OFF.keys()  # no command that goes by a lab has a flag for them
+UNUSED = frozenset({*UNUSED_ENGINE, *_OFF})  # a command that measures by them would ignore their flags
 
 
 def plain(control: ControlConfig) -> ControlConfig:
