@@ -99,5 +99,6 @@ class ModelRunnerOutput:
     # of sequences that may be evicted from and sample in this step, by kept block: the largest share of a head's
     # attention that the last row gave it, f32
     block_masses: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    # of the same sequences, position -> -ln p of some prompt tokens under softmax(raw logits), nats
-    prompt_surprisals: dict[int, dict[int, float]] = field(default_factory=dict)
+    # of sequences that may be evicted from, position -> -ln p under softmax(raw logits), nats, of tokens that no draw
+    # measures: some of the prompt's, and those that are replayed
+    given_surprisals: dict[int, dict[int, float]] = field(default_factory=dict)

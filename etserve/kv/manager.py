@@ -1,45 +1,18 @@
 """Which blocks each sequence holds, and which content is shared. Knows nothing of budgets and order."""
 
-from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from etserve.config import BLOCK_SIZE
 from etserve.control.eviction import may_be_prefix_source
 from etserve.kv.block_pool import NULL_BLOCK, AuditError, BlockPool
 from etserve.kv.hashing import BlockChain
+from etserve.kv.holding import Holding, audit
 from etserve.sequence import Sequence
 
 
 def count_blocks(num_tokens: int) -> int:
     """Return how many blocks hold `num_tokens`."""
     return -(-num_tokens // BLOCK_SIZE)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBlock:
-    """One block of a sequence, as eviction sees it."""
-
-    index: int  # in the block table
-    num_refs: int
-    is_cached: bool  # findable as a prefix
-
-
-@dataclass(slots=True)
-class _Holding:
-    """One sequence's blocks and the names of their contents.
-
-    blocks [0, num_committed)                 computed and full: perhaps shared, never written
-    blocks [num_committed, num_announced)     full once the known tokens are computed; ours
-    blocks [num_committed, len(table))        ours, written by the steps to come
-    An evicted block's place holds the null block. Sequences that may be evicted from commit at their end alone.
-    """
-
-    chain: BlockChain
-    table: list[int] = field(default_factory=list)
-    num_committed: int = 0
-    num_announced: int = 0
-    awaited: bytes | None = None  # while waiting: the missing block that some running sequence was about to compute
 
 
 class KVCacheManager:
@@ -52,7 +25,7 @@ class KVCacheManager:
         """`num_blocks` counts the null block, as the cache tensors do. Raises ValueError if it is below 2."""
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(num_blocks)
-        self._holdings: dict[int, _Holding] = {}
+        self._holdings: dict[int, Holding] = {}
         self._announced: dict[bytes, Sequence] = {}  # block content -> who is computing it
 
     @property
@@ -118,6 +91,7 @@ class KVCacheManager:
             self._pool.share(block)
         holding.table = found + (self._pool.allocate(num_fresh) or [])
         holding.num_committed = len(found)
+        self._reclaim(holding)
         self._announce(seq, holding)
         return len(found) * BLOCK_SIZE
 
@@ -147,12 +121,9 @@ class KVCacheManager:
         if not seq.may_be_evicted:
             self._commit(seq, self._holdings[seq.seq_id])
 
-    def held_blocks(self, seq: Sequence) -> Iterator[HeldBlock]:
-        """Go through the sequence's blocks that are not evicted, in its own order."""
-        pool = self._pool
-        for index, block in enumerate(self._holdings[seq.seq_id].table):
-            if block != NULL_BLOCK:
-                yield HeldBlock(index, pool.num_refs(block), pool.key_of(block) is not None)
+    def num_prefix_blocks(self, seq: Sequence) -> int:
+        """Return how many of its leading blocks are in the prefix cache, perhaps shared; those behind are its own."""
+        return self._holdings[seq.seq_id].num_committed
 
     def evict(self, seq: Sequence, indices: Collection[int]) -> None:
         """Take blocks of a live sequence back for good, by their places in its table.
@@ -169,7 +140,7 @@ class KVCacheManager:
             self._pool.release(table[index])
             table[index] = NULL_BLOCK
 
-    def _commit(self, seq: Sequence, holding: _Holding) -> None:
+    def _commit(self, seq: Sequence, holding: Holding) -> None:
         num_full = seq.num_computed_tokens // BLOCK_SIZE
         if seq.num_dense_tokens is not None:
             num_full = min(num_full, seq.num_dense_tokens // BLOCK_SIZE)
@@ -184,9 +155,10 @@ class KVCacheManager:
     def preempt(self, seq: Sequence) -> None:
         """Take all blocks of a live sequence back. Its content stays findable until its blocks are reused."""
         holding = self._holdings[seq.seq_id]
+        num_foreign = holding.num_committed if seq.may_be_evicted else None
         self._commit_whole(seq, holding)
         self._give_back(seq, holding)
-        self._holdings[seq.seq_id] = _Holding(holding.chain)
+        self._holdings[seq.seq_id] = Holding(holding.chain, num_foreign=num_foreign)
 
     def free(self, seq: Sequence, keep_content: bool = True) -> None:
         """Take all blocks back and forget the sequence; nothing happens if it is unknown.
@@ -206,29 +178,12 @@ class KVCacheManager:
 
     def audit(self) -> None:
         """Check every invariant between tables, references and contents. O(N). Raises AuditError."""
-        self._pool.audit()
-        tables = [holding.table for holding in self._holdings.values()]
-        named = Counter(block for table in tables for block in table if block != NULL_BLOCK)
-        for block in range(1, self._pool.num_blocks):
-            if self._pool.num_refs(block) != named[block]:
-                raise AuditError(f"block {block}: {self._pool.num_refs(block)} references, {named[block]} in tables")
-        for seq_id, holding in self._holdings.items():
-            self._audit_holding(seq_id, holding)
+        audit(self._pool, self._holdings)
 
-    def _audit_holding(self, seq_id: int, holding: _Holding) -> None:
-        for index, block in enumerate(holding.table):
-            if block == NULL_BLOCK:
-                continue
-            key = self._pool.key_of(block)
-            if index >= holding.num_committed and (key is not None or self._pool.num_refs(block) != 1):
-                raise AuditError(f"sequence {seq_id}: block {block} is to be written, but has a key or is shared")
-            if index < holding.num_committed and key not in (None, holding.chain.keys[index]):
-                raise AuditError(f"sequence {seq_id}: block {block} holds something else")
-
-    def _holding(self, seq: Sequence) -> _Holding:
+    def _holding(self, seq: Sequence) -> Holding:
         holding = self._holdings.get(seq.seq_id)
         if holding is None:
-            holding = self._holdings[seq.seq_id] = _Holding(BlockChain(seq.cache_salt))
+            holding = self._holdings[seq.seq_id] = Holding(BlockChain(seq.cache_salt))
         return holding
 
     def _count_reusable(self, seq: Sequence) -> int:
@@ -240,7 +195,7 @@ class KVCacheManager:
             first_wanted = seq.num_prompt_tokens - 1 + seq.clock.count
         return first_wanted // BLOCK_SIZE
 
-    def _find_prefix_blocks(self, seq: Sequence, holding: _Holding) -> list[int]:
+    def _find_prefix_blocks(self, seq: Sequence, holding: Holding) -> list[int]:
         num_reusable = self._count_reusable(seq)
         if num_reusable == 0:
             return []
@@ -253,12 +208,26 @@ class KVCacheManager:
             found.append(block)
         return found
 
-    def _commit_whole(self, seq: Sequence, holding: _Holding) -> None:
+    def _commit_whole(self, seq: Sequence, holding: Holding) -> None:
         """At its end, or before it is recomputed: share what an evicting sequence computed while it was whole."""
         if seq.may_be_evicted and may_be_prefix_source(seq.num_evicted_blocks) and holding.table:
             self._commit(seq, holding)
 
-    def _announce(self, seq: Sequence, holding: _Holding) -> None:
+    def _reclaim(self, holding: Holding) -> None:
+        """Take back what a sequence that may be evicted from left behind when it was preempted, and nobody shares now.
+
+        As findable prefixes these blocks could never be evicted.
+        """
+        if holding.num_foreign is None:
+            return
+        while holding.num_committed > holding.num_foreign:
+            block = holding.table[holding.num_committed - 1]
+            if self._pool.num_refs(block) != 1:
+                return
+            self._pool.forget(block)
+            holding.num_committed -= 1
+
+    def _announce(self, seq: Sequence, holding: Holding) -> None:
         if self.prefix_caching and not seq.may_be_evicted:
             keys = holding.chain.extend(seq.token_ids, seq.num_tokens)
             holding.num_announced = len(keys)
@@ -269,7 +238,7 @@ class KVCacheManager:
         if self._announced.get(key) is seq:
             del self._announced[key]
 
-    def _give_back(self, seq: Sequence, holding: _Holding) -> None:
+    def _give_back(self, seq: Sequence, holding: Holding) -> None:
         for key in holding.chain.keys[holding.num_committed : holding.num_announced]:
             self._withdraw(seq, key)
         for block in reversed(holding.table):  # the tail is reused first, so that prefixes survive longest

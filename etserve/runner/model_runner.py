@@ -144,14 +144,18 @@ class ModelRunner:
                     break
                 found += measured
                 if span.seq.may_be_evicted:
-                    nats = result.prompt_surprisals.setdefault(span.seq.seq_id, {})
+                    nats = result.given_surprisals.setdefault(span.seq.seq_id, {})
                     nats |= {position + 1 + i: -one.logprob for i, one in enumerate(measured)}
 
     def _measure_replays(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
         for span in rows.replays:
             found = result.forced_entropies.setdefault(span.seq.seq_id, [])
             for position, logits in self._span_logits(span, hidden):
-                found += self._sampler.replay(span.seq, position, logits)
+                measured = self._sampler.replay(span.seq, position, logits)
+                found += measured
+                if span.seq.may_be_evicted:
+                    nats = result.given_surprisals.setdefault(span.seq.seq_id, {})
+                    nats |= {position + 1 + i: surprisal for i, (_, surprisal) in enumerate(measured)}
 
     def _measure_surprisals(self, rows: RowPlan, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
         for begin in range(0, len(rows.surprisals), MAX_LOGIT_ROWS):
@@ -159,7 +163,7 @@ class ModelRunner:
             logits = self._decoder.logits(_select(hidden, [row for _, _, row in part])).cpu()
             found = surprisals(logits, [seq.token_ids[position + 1] for seq, position, _ in part])
             for (seq, position, _), nats in zip(part, found, strict=True):
-                result.prompt_surprisals.setdefault(seq.seq_id, {})[position + 1] = nats
+                result.given_surprisals.setdefault(seq.seq_id, {})[position + 1] = nats
 
     def _span_logits(self, span: RowSpan, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(first position, logits) in slices of at most MAX_LOGIT_ROWS."""

@@ -56,6 +56,7 @@ class StepDraft:
         self.admitted: list[Sequence] = []
         self.num_verifications = 0
         self.is_short = False  # someone's blocks were evicted because the pool had none left
+        self.is_exhausted = False  # nobody has a block left that may be evicted, until the step ends
         self._num_blocks_evicted = 0
         self._num_sequences_evicted = 0
         self._policy = policy

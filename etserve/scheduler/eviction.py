@@ -1,6 +1,5 @@
 """Which blocks of running sequences give way: the law of control/eviction.py over what steps have measured."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as List
@@ -10,14 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etserve.config import BLOCK_SIZE
-from etserve.control.eviction import Block, EvictionConfig, MassAverage, choose_evictions, num_over_budget
+from etserve.control.eviction import EvictionConfig, max_evictable, num_over_budget
 from etserve.control.keyed_random import uniform
 from etserve.kv.block_pool import NULL_BLOCK
 from etserve.kv.manager import KVCacheManager
 from etserve.plan import ModelRunnerOutput, ScheduledSequence
 from etserve.sequence import Sequence
 
+Bools = NDArray[np.bool_]
 Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class BlockScores:
     def empty(cls) -> "BlockScores":
         return cls(np.zeros(0), np.zeros(0), np.zeros(0))
 
-    def observe_masses(self, places: NDArray[np.int64], masses: NDArray[np.float32], decay: float) -> None:
+    def observe_masses(self, places: Int64, masses: NDArray[np.float32], decay: float) -> None:
         """Take in one step: the mass of each block that was kept, at its place. Non-finite ones are ignored."""
         self._grow(int(places[-1]) + 1 if len(places) else 0)
         is_known = np.isfinite(masses)
@@ -46,17 +47,14 @@ class BlockScores:
             self._grow(max(nats) // BLOCK_SIZE + 1)
             self.surprisals[list(nats)] = list(nats.values())
 
-    def average(self, place: int) -> MassAverage:
-        """The law's own state of one block."""
-        if place >= len(self.weight):
-            return MassAverage()
-        return MassAverage(float(self.weighted[place]), float(self.weight[place]))
-
-    def mean_surprisal(self, place: int) -> float:
-        """Of the block's tokens that were measured, nats; NaN where none was."""
-        known = self.surprisals[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
-        known = known[np.isfinite(known)]
-        return float(known.mean()) if len(known) else math.nan
+    def values(self, num_blocks: int) -> Float64:
+        """Block.score of the first `num_blocks` places, [num_blocks]; NaN where mass or surprisal is unknown."""
+        self._grow(num_blocks)
+        nats = self.surprisals[: num_blocks * BLOCK_SIZE].reshape(num_blocks, BLOCK_SIZE)
+        is_known = np.isfinite(nats)
+        with np.errstate(invalid="ignore"):  # 0 / 0 is what nobody has measured
+            mean: Float64 = np.where(is_known, nats, 0.0).sum(axis=1) / is_known.sum(axis=1)
+            return self.weighted[:num_blocks] / self.weight[:num_blocks] * mean
 
     def _grow(self, num_blocks: int) -> None:
         more = num_blocks - len(self.weight)
@@ -65,6 +63,19 @@ class BlockScores:
             self.weighted = np.concatenate((self.weighted, np.zeros(more)))
             self.weight = np.concatenate((self.weight, np.zeros(more)))
             self.surprisals = np.concatenate((self.surprisals, np.full(more * BLOCK_SIZE, math.nan)))
+
+
+def choose_places(scores: Float64, may_go: Bools, num_wanted: int, law: EvictionConfig) -> Int64:
+    """Return at most `num_wanted` places, lowest score first and the older of equals: `choose_evictions` on arrays.
+
+    scores [N], N blocks of the sequence, evicted ones too. may_go [N]: held, its own, and protected by nobody. How many
+    may go at all, `max_evictable`, is for the caller to mind.
+    """
+    is_free = may_go & np.isfinite(scores)
+    is_free[: law.sink_blocks] = False
+    is_free[max(0, len(scores) - law.recent_blocks) :] = False
+    places = np.flatnonzero(is_free)
+    return places[np.argsort(scores[places], kind="stable")][:num_wanted]
 
 
 class Evictor:
@@ -82,7 +93,7 @@ class Evictor:
         if law is None:
             return
         scores, seq_id = self._scores.setdefault(item.seq.seq_id, BlockScores.empty()), item.seq.seq_id
-        scores.observe_surprisals(output.prompt_surprisals.get(seq_id, {}))
+        scores.observe_surprisals(output.given_surprisals.get(seq_id, {}))
         if seq_id in output.block_masses:
             masses = output.block_masses[seq_id]
             places = np.flatnonzero(np.array(item.block_table) != NULL_BLOCK)[: len(masses)]
@@ -104,7 +115,9 @@ class Evictor:
         if laws.eviction is None or laws.block_budget is None:
             return 0
         num_blocks = -(-num_tokens // BLOCK_SIZE) - seq.num_evicted_blocks
-        return self._evict(seq, laws.eviction, num_over_budget(num_blocks, laws.block_budget))
+        places, _ = self._choose(seq, laws.eviction, num_over_budget(num_blocks, laws.block_budget))
+        self._take(seq, places)
+        return len(places)
 
     def make_room(self, seqs: List[Sequence], num_wanted: int) -> dict[int, int]:
         """Evict up to so many blocks from sequences without a budget, lowest score first over all of them.
@@ -116,53 +129,46 @@ class Evictor:
         for seq in seqs:
             law = seq.control.laws.eviction
             if law is not None and seq.control.laws.block_budget is None:
-                blocks = self._blocks(seq, law)
-                scores = {block.index: block.score for block in blocks}
-                for index in choose_evictions(blocks, _num_blocks(blocks, seq), num_wanted, law):
-                    found.append((scores[index], seq.seq_id, index))
-        places: dict[int, list[int]] = {}
-        for _, seq_id, index in sorted(found)[:num_wanted]:
-            places.setdefault(seq_id, []).append(index)
-        for seq_id, indices in places.items():
-            self._take(by_id[seq_id], indices)
-        return {seq_id: len(indices) for seq_id, indices in places.items()}
+                places, scores = self._choose(seq, law, num_wanted)
+                found += [(score, seq.seq_id, place) for score, place in zip(scores, places, strict=True)]
+        chosen: dict[int, list[int]] = {}
+        for _, seq_id, place in sorted(found)[:num_wanted]:
+            chosen.setdefault(seq_id, []).append(place)
+        for seq_id, places in chosen.items():
+            self._take(by_id[seq_id], places)
+        return {seq_id: len(places) for seq_id, places in chosen.items()}
 
-    def _evict(self, seq: Sequence, law: EvictionConfig, num_wanted: int) -> int:
-        if num_wanted <= 0:
-            return 0
-        blocks = self._blocks(seq, law)
-        indices = choose_evictions(blocks, _num_blocks(blocks, seq), num_wanted, law)
-        self._take(seq, indices)
-        return len(indices)
+    def _choose(self, seq: Sequence, law: EvictionConfig, num_wanted: int) -> tuple[list[int], list[float]]:
+        """At most so many of a sequence's full blocks, lowest score first, by place; and their scores.
 
-    def _take(self, seq: Sequence, indices: List[int]) -> None:
-        self._kv.evict(seq, indices)
-        seq.num_evicted_blocks += len(indices)
-        seq.total_evicted_blocks += len(indices)
-
-    def _blocks(self, seq: Sequence, law: EvictionConfig) -> list[Block]:
-        """The full blocks that the sequence holds, as the law sees them."""
-        scores = self._scores.get(seq.seq_id) or BlockScores.empty()
+        A sequence that has lost what it may lose asks at every step: counts answer that, before any block is looked at.
+        """
         num_full = seq.num_computed_tokens // BLOCK_SIZE
-        protected = _protected(seq)
-        blocks = []
-        for held in self._kv.held_blocks(seq):
-            if held.index >= num_full:
-                break
-            mass, surprisal = scores.average(held.index), scores.mean_surprisal(held.index)
-            if self._is_random and math.isfinite(mass.value * surprisal):
-                draw = uniform(seq.seed, seq.num_tokens, held.index)
-                mass, surprisal = MassAverage().observe(draw, law.mass_decay), 1.0
-            is_protected = held.index in protected
-            blocks.append(Block(held.index, mass, surprisal, is_protected, held.num_refs, held.is_cached))
-        return blocks
+        allowed = min(num_wanted, max_evictable(num_full - seq.num_evicted_blocks, num_full, law))
+        if allowed <= 0:
+            return [], []
+        scores = self._values(seq, num_full)
+        places = choose_places(scores, self._may_go(seq, num_full), allowed, law)
+        return places.tolist(), scores[places].tolist()
 
+    def _values(self, seq: Sequence, num_blocks: int) -> Float64:
+        known = self._scores.get(seq.seq_id) or BlockScores.empty()
+        scores = known.values(num_blocks)
+        if self._is_random:
+            draws = np.array([uniform(seq.seed, seq.num_tokens, place) for place in range(num_blocks)])
+            return np.where(np.isfinite(scores), draws, math.nan)
+        return scores
 
-def _num_blocks(held: List[Block], seq: Sequence) -> int:
-    return len(held) + seq.num_evicted_blocks
+    def _may_go(self, seq: Sequence, num_blocks: int) -> Bools:
+        """By place: held, neither shared nor cached, and not protected."""
+        may_go: Bools = np.array(self._kv.block_table(seq)[:num_blocks]) != NULL_BLOCK
+        may_go[: self._kv.num_prefix_blocks(seq)] = False
+        for start, end in seq.control.laws.protected_spans:
+            if end > start:
+                may_go[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)] = False
+        return may_go
 
-
-def _protected(seq: Sequence) -> frozenset[int]:
-    spans = seq.control.laws.protected_spans
-    ranges = (range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)) for start, end in spans if end > start)
-    return frozenset(itertools.chain.from_iterable(ranges))
+    def _take(self, seq: Sequence, places: List[int]) -> None:
+        self._kv.evict(seq, places)
+        seq.num_evicted_blocks += len(places)
+        seq.total_evicted_blocks += len(places)

@@ -198,12 +198,14 @@ class Scheduler:
 
         Each running sequence may soon need one block: so many are asked for at once.
         """
+        if draft.is_exhausted:
+            return False
         seqs = {seq.seq_id: seq for seq in self._running if seq.may_be_evicted and is_decode(seq)}
         free = [seq for seq in seqs.values() if seq.last_scheduled_step != draft.step]
         taken = self._evictor.make_room(free, len(self._running))
         for seq_id, num_blocks in taken.items():
             draft.evicted(seqs[seq_id], num_blocks)
-        draft.is_short = draft.is_short or bool(taken)
+        draft.is_short, draft.is_exhausted = draft.is_short or bool(taken), not taken
         return bool(taken)
 
     def _find_victim(self, draft: StepDraft) -> Sequence:
@@ -213,6 +215,8 @@ class Scheduler:
     def _preempt(self, draft: StepDraft, seq: Sequence) -> None:
         self._running.remove(seq)
         self._ahead.forget(seq)
+        if self._speculation is not None:
+            self._speculation.forget(seq)
         self.kv.preempt(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1

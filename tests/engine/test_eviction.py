@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -137,6 +138,21 @@ def test_an_evicting_sequence_that_stays_whole_is_shared_when_it_ends() -> None:
     again = run_one(engine, long_request())
     assert again.num_cached_tokens == len(LONG) // 16 * 16
     assert again.token_ids == run_one(engine_of(), long_request()).token_ids
+
+
+def test_after_a_restart_replayed_output_may_be_evicted_as_it_was_before() -> None:
+    plain = run_one(engine_of(), long_request(prompt=LONG[:100], max_tokens=690))
+    wanted = long_request(prompt=LONG[:100], max_tokens=700, entropic=BUDGET)
+    engine = engine_of()
+    engine.add_request(msgspec.structs.replace(wanted, forced_output=[plain.token_ids]))
+    (seq,) = engine._requests["a"]
+    while seq.num_output_tokens == 690:
+        engine.step()
+    known = engine._scheduler._evictor._scores[seq.seq_id].surprisals[100:790]
+    assert plain.entropy_summary is not None
+    assert known.sum() == pytest.approx(plain.entropy_summary.surprisal_nats, rel=1e-3)
+    rest, _ = run_steps(engine, [])
+    assert evicted(rest[-1]) == 50 - 40  # the prompt has seven blocks
 
 
 def test_protected_and_cached_blocks_stay() -> None:

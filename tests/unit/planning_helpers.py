@@ -135,7 +135,7 @@ class GhostModel:
             failed={item.seq.seq_id: "model_numerics" for item in sampling if item.seq.seq_id in failing},
             flops={item.seq.seq_id: float(item.num_tokens) for item in plan.scheduled},
             block_masses={item.seq.seq_id: self._masses(item) for item in sampling if item.seq.may_be_evicted},
-            prompt_surprisals={
+            given_surprisals={
                 item.seq.seq_id: dict.fromkeys(
                     range(item.start + 1, min(item.end + 1, item.seq.num_prompt_tokens)), 0.5
                 )

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from etserve.control.eviction import EvictionConfig
 from etserve.kv.block_pool import AuditError
 from etserve.kv.hashing import BlockChain
 from etserve.kv.manager import KVCacheManager, count_blocks
@@ -288,3 +289,61 @@ def test_the_manager_audit_notices_wrong_counts_and_wrong_content() -> None:
     kv.block_table(seq)[:2] = reversed(kv.block_table(seq)[:2])
     with pytest.raises(AuditError, match="something else"):
         kv.audit()
+
+
+def preempt_and_return(kv: KVCacheManager, seq: Sequence) -> int:
+    """Return how many tokens were found."""
+    kv.preempt(seq)
+    seq.num_computed_tokens = 0
+    return admit_and_compute(kv, seq)
+
+
+def test_what_an_evicting_sequence_finds_of_itself_after_a_preemption_may_be_evicted_again() -> None:
+    kv = KVCacheManager(20)
+    seq = make_sequence(1, num_tokens=70, eviction=EvictionConfig())
+    assert admit_and_compute(kv, seq) == 0
+    for _ in range(2):
+        assert preempt_and_return(kv, seq) == 64
+        assert kv.num_prefix_blocks(seq) == 0
+        assert kv.find_prefix(make_sequence(2, token_ids=seq.token_ids)) == 0  # shared at its end, not before
+    kv.evict(seq, [1, 3])
+    seq.num_evicted_blocks = 2
+    kv.audit()
+    kv.free(seq)
+    assert kv.find_prefix(make_sequence(3, token_ids=seq.token_ids)) == 0  # what followed an eviction
+
+
+def test_an_evicting_sequence_that_was_preempted_and_stayed_whole_is_shared_at_its_end() -> None:
+    kv = KVCacheManager(20)
+    seq = make_sequence(1, num_tokens=70, eviction=EvictionConfig())
+    admit_and_compute(kv, seq)
+    assert preempt_and_return(kv, seq) == 64
+    kv.free(seq)
+    assert kv.find_prefix(make_sequence(2, token_ids=seq.token_ids)) == 64
+    kv.audit()
+
+
+def test_what_others_had_computed_or_share_by_now_stays_guarded_after_a_preemption() -> None:
+    kv = KVCacheManager(40)
+    before = make_sequence(1, num_tokens=33)
+    admit_and_compute(kv, before)
+    kv.free(before)
+    seq = make_sequence(2, token_ids=[*before.token_ids, *range(50)], eviction=EvictionConfig())
+    assert admit_and_compute(kv, seq) == 32
+    assert preempt_and_return(kv, seq) == 80
+    assert kv.num_prefix_blocks(seq) == 2
+    with pytest.raises(AuditError):
+        kv.evict(seq, [1])
+    kv.evict(seq, [2])
+    whole = make_sequence(3, num_tokens=90, eviction=EvictionConfig())
+    admit_and_compute(kv, whole)
+    kv.preempt(whole)
+    sharing = make_sequence(4, token_ids=whole.token_ids[:50])
+    assert admit_and_compute(kv, sharing) == 48
+    whole.num_computed_tokens = 0
+    assert admit_and_compute(kv, whole) == 80
+    assert kv.num_prefix_blocks(whole) == 3
+    with pytest.raises(AuditError):
+        kv.evict(whole, [2])
+    kv.evict(whole, [3, 4])
+    kv.audit()

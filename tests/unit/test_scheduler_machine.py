@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -286,8 +287,8 @@ def evicts_without_giving_back(kv: KVCacheManager, seq: Sequence, indices: Any) 
         kv._holdings[seq.seq_id].table[index] = 0
 
 
-def evicts_the_oldest(held: Any, num_blocks: int, num_wanted: int, config: EvictionConfig) -> tuple[int, ...]:
-    return tuple(block.index for block in held[: min(num_wanted, len(held) // 3)])
+def evicts_the_oldest(scores: Any, may_go: Any, num_wanted: int, law: EvictionConfig) -> Any:
+    return np.flatnonzero(may_go)[: min(num_wanted, len(scores) // 3)]
 
 
 ADMIT = KVCacheManager.admit
@@ -315,7 +316,7 @@ DEFECTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Scheduler, "update", takes_in_results_of_the_dead),
     (KVCacheManager, "_commit_whole", shares_what_an_eviction_spoilt),
     (KVCacheManager, "evict", evicts_without_giving_back),
-    (eviction_of_sequences, "choose_evictions", evicts_the_oldest),
+    (eviction_of_sequences, "choose_places", evicts_the_oldest),
 ]
 
 
