@@ -17,12 +17,16 @@ from etserve.sequence import Sequence
 class Drafter(Protocol):
     """Guesses the tokens to come."""
 
+    def begin_step(self) -> None:
+        """What a step may spend on guesses is whole again."""
+        ...
+
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         """Return at most `max_tokens` guesses at the tokens after the last known one; [] where it has none."""
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Free what is kept for a sequence that has ended. Idempotent."""
+        """Free what is kept for a sequence that has ended or was preempted. Idempotent."""
         ...
 
 
@@ -42,6 +46,7 @@ class Speculation:
         """Give drafts to the planned decodes, as far as the step's budget and the free blocks go."""
         if step.budget <= 0:
             return
+        self._drafter.begin_step()
         decodes = step.decodes
         threshold = self._law.threshold(len(decodes))
         acceptances = [self._law.acceptance(item.seq.drafted, item.seq.clock.entropy_nats) for item in decodes]

@@ -12,6 +12,7 @@ from etserve.engine.streams import merge
 from etserve.errors import RequestError
 from etserve.outputs import GenerateRequest, SequenceOutput, StepStats
 from etserve.sampling_params import EntropicParams, Grammar
+from etserve.scheduler.lookup import PromptLookup
 from etserve.scheduler.speculation import Speculation
 from etserve.sequence import Sequence
 from tests.engine.helpers import PROMPTS, load_unit, make_engine, request, run, run_steps
@@ -29,6 +30,9 @@ class Prophet:
         self._plain = plain
         self._flaw = flaw
         self.forgotten: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Guesses cost it nothing."""
 
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         known = self._plain[seq.request_id, seq.choice].token_ids
@@ -163,6 +167,23 @@ def test_a_tight_pool_preempts_with_drafts_as_without_and_changes_nothing() -> N
         found, stats = run_counted(engine, wanted)
         assert_same(found, plain)
         assert sum(step.num_preempted for step in stats) > 0
+
+
+def test_a_sequence_that_is_preempted_leaves_no_index_behind() -> None:
+    wanted = [request(f"{i}", f"{i} was ", max_tokens=70, ignore_eos=True) for i in range(5)]
+    lookup = PromptLookup()
+    engine = drafting(make_engine(num_kv_blocks=9, max_model_len=96), lookup)
+    scheduler = engine._scheduler
+    for item in wanted:
+        engine.add_request(item)
+    preempted: set[int] = set()
+    indexed: set[int] = set()
+    while engine.has_work:
+        engine.step()
+        assert set(lookup._indices) <= {seq.seq_id for seq in scheduler._running}
+        preempted |= {seq.seq_id for seq in scheduler._waiting if seq.num_preemptions} & indexed
+        indexed |= set(lookup._indices)
+    assert preempted
 
 
 def test_blocks_of_rejected_drafts_are_given_back_and_never_found_as_a_prefix() -> None:
