@@ -15,9 +15,12 @@ class EnergyMeter:
     """Adds up what the package counters gain between readings; they wrap, after minutes to hours."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
-        """`root`: the folder of intel-rapl:N zones. Sub-zones (cores, memory) are part of their package."""
-        self._zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if zone.name.count(":") == 1]
-        self._zones = [zone for zone in self._zones if _read(zone / "energy_uj") is not None]
+        """`root`: the folder of intel-rapl:N zones. Packages alone are read, lest anything count twice.
+
+        A package includes its sub-zones (cores, memory); `psys`, where there is one, is the whole board.
+        """
+        zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if _is_package(zone)]
+        self._zones = [zone for zone in zones if _read(zone / "energy_uj") is not None]
         self._last = {zone: _read(zone / "energy_uj") or 0 for zone in self._zones}
         self._microjoules = 0
 
@@ -49,6 +52,14 @@ class EnergyCollector(Collector):
             family = CounterMetricFamily(NAME, HELP)
             family.add_metric([], joules)
             yield family
+
+
+def _is_package(zone: Path) -> bool:
+    """By the name that the kernel gives it: package-0, or package-0-die-1."""
+    try:
+        return (zone / "name").read_text(encoding="ascii").startswith("package-")
+    except (OSError, ValueError):
+        return False
 
 
 def _read(path: Path) -> int | None:

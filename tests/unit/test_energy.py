@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from etserve.metrics.energy import EnergyCollector, EnergyMeter
 
 
-def zone(root: Path, name: str, microjoules: str, largest: int = 1_000_000) -> Path:
-    folder = root / name
+def zone(root: Path, folder_name: str, microjoules: str, name: str = "package-0", largest: int = 1_000_000) -> Path:
+    folder = root / folder_name
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "name").write_text(f"{name}\n")
     (folder / "energy_uj").write_text(microjoules)
     (folder / "max_energy_range_uj").write_text(f"{largest}\n")
     return folder / "energy_uj"
@@ -23,8 +24,9 @@ def exposition(meter: EnergyMeter) -> str:
 
 
 def test_packages_add_up_and_their_parts_are_not_counted_twice(tmp_path: Path) -> None:
-    first, second = zone(tmp_path, "intel-rapl:0", "500\n"), zone(tmp_path, "intel-rapl:1", "0\n")
-    part = zone(tmp_path, "intel-rapl:0:0", "0\n")
+    first = zone(tmp_path, "intel-rapl:0", "500\n")
+    second = zone(tmp_path, "intel-rapl:1", "0\n", "package-1-die-0")
+    part = zone(tmp_path, "intel-rapl:0:0", "0\n", "core")
     meter = EnergyMeter(tmp_path)
     assert meter.joules() == 0.0
     first.write_text("250500\n")
@@ -32,6 +34,20 @@ def test_packages_add_up_and_their_parts_are_not_counted_twice(tmp_path: Path) -
     part.write_text("99999\n")
     assert meter.joules() == pytest.approx(0.75)
     assert "etserve_energy_joules_total 0.75" in exposition(meter)
+
+
+def test_the_zone_of_the_whole_board_is_no_package(tmp_path: Path) -> None:
+    package, board = zone(tmp_path, "intel-rapl:0", "0\n"), zone(tmp_path, "intel-rapl:1", "0\n", "psys")
+    meter = EnergyMeter(tmp_path)
+    package.write_text("250000\n")
+    board.write_text("900000\n")
+    assert meter.joules() == pytest.approx(0.25)
+
+
+def test_a_machine_that_tells_of_its_board_alone_tells_of_no_package(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", "0\n", "psys")
+    (zone(tmp_path, "intel-rapl:1", "0\n").parent / "name").unlink()
+    assert EnergyMeter(tmp_path).joules() is None
 
 
 def test_a_counter_that_wraps_goes_on(tmp_path: Path) -> None:
