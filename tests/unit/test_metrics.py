@@ -13,7 +13,7 @@ from etserve.outputs import EntropySummary, RequestTimings, SequenceOutput, Step
 def make_stats(**changes: object) -> StepStats:
     facts: dict[str, object] = {
         "step": 1, "step_seconds": 0.25, "schedule_seconds": 0.05, "num_prefill_tokens": 30, "num_decode_tokens": 2,
-        "num_cached_tokens": 16, "num_prompt_tokens": 46, "num_preempted": 1, "num_nonfinite_rows": 1, "flops": 1e9,
+        "num_cached_tokens": 16, "num_prompt_tokens": 46, "num_preempted": 1, "num_nonfinite_rows": 5, "flops": 1e9,
         "bytes_read": 2e8, "num_running": 3, "num_waiting": 4, "num_waiting_tokens": 50, "kv_blocks_active": 5,
         "kv_blocks_cached": 6, "kv_blocks_free": 7, "entropies": [0.5, 1.5], "varentropies": [0.25, 0.75],
         "temperatures": [1.0, 0.0], "tau_nats": 0.5, "tau_up_nats": 0.25, "nats_resolved": 2.0, **changes,
@@ -39,7 +39,7 @@ def test_a_step_report_is_added_up(metrics: Metrics, registry: CollectorRegistry
         "etserve_prompt_tokens_cached_total": 32,
         "etserve_generation_tokens_total": 6,
         "etserve_preemptions_total": 2,
-        "etserve_nonfinite_rows_total": 2,
+        "etserve_nonfinite_rows_total": 10,
         "etserve_model_flops_total": 2e9,
         "etserve_model_bytes_total": 4e8,
         "etserve_tau_nats_total": 1.0,
@@ -64,7 +64,8 @@ def test_what_the_control_loop_did_is_added_up(metrics: Metrics, registry: Colle
     facts = {
         "kept_fractions": [0.25, 0.5], "skipped_masses": [0.05], "num_blocks_skipped": 40, "num_saturated_low": 1,
         "num_saturated_high": 2, "prune_fallbacks": {"watchdog": 1, "jump": 3}, "schedule_ages_seconds": [0.5, 1.5],
-        "num_forced": 1, "num_drafted_tokens": 8, "num_accepted_tokens": 3, "num_verifications": 1,
+        "num_forced": 7, "num_drafted_tokens": 8, "num_accepted_tokens": 3, "num_verifications": 1,
+        "num_blocks_evicted": 6, "num_sequences_evicted": 2,
         "cost_r_squared": {"prefill": 0.5, "decode": 0.75},
     }  # fmt: skip
     for _ in range(2):
@@ -78,7 +79,9 @@ def test_what_the_control_loop_did_is_added_up(metrics: Metrics, registry: Colle
         "etserve_draft_tokens_total": 16,
         "etserve_verifications_total": 2,
         "etserve_draft_tokens_accepted_total": 6,
-        "etserve_starvation_forced_total": 2,
+        "etserve_starvation_forced_total": 14,
+        "etserve_blocks_evicted_total": 12,
+        "etserve_sequences_evicted_total": 4,
     }
     assert {name: value(name) for name in expected} == pytest.approx(expected)
     labelled = {
@@ -112,6 +115,8 @@ def test_a_finished_choice_leaves_its_record(metrics: Metrics, registry: Collect
         )
     )
     metrics.choices_aborted(2)
+    metrics.request_finished(3.5, 30)
+    metrics.first_token(0.75)
     value = registry.get_sample_value
     assert value("etserve_requests_finished_total", {"finish_reason": "stop"}) == 1
     assert value("etserve_requests_finished_total", {"finish_reason": "abort"}) == 2
@@ -120,6 +125,9 @@ def test_a_finished_choice_leaves_its_record(metrics: Metrics, registry: Collect
     assert value("etserve_request_prefill_seconds_sum") == 0.25
     assert value("etserve_request_decode_seconds_sum") == 2.0
     assert value("etserve_request_generation_tokens_sum") == 9
+    assert value("etserve_request_prompt_tokens_sum") == 30
+    assert value("etserve_request_duration_seconds_sum") == 3.5
+    assert value("etserve_time_to_first_token_seconds_sum") == 0.75
 
 
 def test_tokens_that_come_together_share_their_time(metrics: Metrics, registry: CollectorRegistry) -> None:
