@@ -168,6 +168,16 @@ def test_compose_starts_a_server_that_prometheus_and_the_proxy_may_ask() -> None
     assert grace > server.drain_delay_seconds + server.drain_timeout_seconds + 5
 
 
+def test_compose_serves_on_the_gpu_where_the_profile_says_so_and_on_the_cpu_elsewhere() -> None:
+    services = compose()["services"]
+    devices = {
+        name: load_config(environment=services[name]["environment"]).engine.device
+        for name in ("etserve", "etserve-2", "etserve-gpu")
+    }
+    assert devices == {"etserve": "cpu", "etserve-2": "cpu", "etserve-gpu": "cuda"}
+    assert services["etserve-gpu"]["environment"].items() >= services["etserve"]["environment"].items()
+
+
 def test_compose_mounts_files_that_exist() -> None:
     for name, service in compose()["services"].items():
         for volume in service.get("volumes", ()):
