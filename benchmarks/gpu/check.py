@@ -42,16 +42,17 @@ def find_fault() -> str | None:
     return None if shutil.which("nvcc") else "nvcc is not on the path"
 
 
-def parts(out: Path, model: Path) -> list[Part]:
-    """Of a run on a device. `model`: a small random one to ablate."""
+def parts(out: Path, model: Path, ablation: Path) -> list[Part]:
+    """Of a run on a device. `model`: a small random one to ablate, into the empty folder `ablation`."""
     python, tests = sys.executable, ("tests/cuda", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    smoke = ("--device", "cuda", "--preset", "smoke", "--rounds", "1")
     small = "rope or rms or silu or padding or large_scores or guards"
     found = [
         Part("build", (str(ROOT / "csrc" / "build_cuda.sh"), "device", str(LIBRARY)), 120),
         Part("tests", (python, "-m", "pytest", *tests), 90),
         Part("kernels", (python, "-m", "benchmarks.gpu.kernels", "--out", str(out)), 30),
         Part("decoding", (python, "-m", "benchmarks.gpu.decoding", "--out", str(out)), 120),
-        Part("ablation", (*_etserve(), "ablate", str(model), "--device", "cuda", "--preset", "smoke", *_few(out)), 60),
+        Part("ablation", (*_etserve(), "ablate", str(model), *smoke, "--out", str(ablation)), 60),
     ]
     if sanitizer := shutil.which("compute-sanitizer"):
         command = (sanitizer, "--error-exitcode", "9", python, "-m", "pytest", *tests, "-k", small)
@@ -74,10 +75,6 @@ def _etserve() -> tuple[str, ...]:
     return sys.executable, "-m", "etserve"
 
 
-def _few(out: Path) -> tuple[str, ...]:
-    return "--rounds", "1", "--out", str(out / "ablation")
-
-
 def run(part: Part, out: Path) -> Row:
     """Run it, its output to a log."""
     begin, log = time.monotonic(), out / f"{part.name}.log"
@@ -95,6 +92,24 @@ def run(part: Part, out: Path) -> Row:
     return {"part": part.name, "verdict": verdict, "seconds": time.monotonic() - begin, "log": log.name}
 
 
+def _run_emulated(out: Path) -> list[Row]:
+    return [run(part, out) for part in emulated_parts(out)]
+
+
+def _run_on_device(out: Path) -> list[Row]:
+    """An ablation goes on in the folder that it finds: each run gets one of its own, and leaves the report in `out`."""
+    report = out / "ablation"
+    if report.exists():
+        shutil.rmtree(report)
+    with tempfile.TemporaryDirectory() as folder:
+        model, ablation = Path(folder) / "model", Path(folder) / "ablation"
+        write_model(model, SHAPES["1b"], device="cuda")
+        rows = [run(part, out) for part in parts(out, model, ablation)]
+        if ablation.exists():
+            shutil.copytree(ablation, report)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0, 1 if a part failed, 2 where there is no GPU to check."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -106,13 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        if options.emulate:
-            chosen = emulated_parts(out)
-        else:
-            write_model(Path(folder), SHAPES["1b"], device="cuda")
-            chosen = parts(out, Path(folder))
-        rows = [run(part, out) for part in chosen]
+    rows = _run_emulated(out) if options.emulate else _run_on_device(out)
     print(write_table(out, "summary", rows).read_text())
     return 0 if all(row["verdict"] == "ok" for row in rows) else 1
 
