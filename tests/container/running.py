@@ -97,13 +97,11 @@ def health_check() -> int:
 
 
 def until(condition: Any, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        state = capture(*PODMAN, "inspect", "--format", "{{.State.Status}}", NAME)
-        if time.monotonic() > deadline or state != "running":
-            expect(False, f"{what} (waited {seconds:.0f} s at most; the container is {state})")
+    deadline, state = time.monotonic() + seconds, "running"
+    while not (holds := bool(condition())) and state == "running" and time.monotonic() < deadline:
         time.sleep(0.2)
-    expect(True, what)
+        state = capture(*PODMAN, "inspect", "--format", "{{.State.Status}}", NAME)
+    expect(holds, what if holds else f"{what} (waited {seconds:.0f} s at most; the container is {state})")
 
 
 def post(port: int, body: dict[str, Any], key: str = KEY) -> tuple[int, Any]:

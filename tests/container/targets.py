@@ -1,6 +1,7 @@
 """The other targets of the Dockerfile: built, and asked the one thing that each is there for."""
 
 import json
+import re
 import struct
 import subprocess
 import tempfile
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.container.running import HARDENED, PODMAN
-from tests.container.shell import capture, expect, run
+from tests.container.shell import capture, expect
 
 Build = Callable[..., None]  # target, tag, further options of `buildah bud`
 IN_THE_IMAGE = (
@@ -24,8 +25,15 @@ FATBIN_MAGIC, MACHINE_CODE = b"\x50\xed\x55\xba", 2
 def check_test(build: Build) -> None:
     """The suite runs in its image, against the installed package."""
     build("test", "localhost/etserve:test")
-    run(*PODMAN, "run", "--rm", *HARDENED, "localhost/etserve:test", *SUITE)
-    expect(True, "the test image runs its tests")
+    command = [*PODMAN, "run", "--rm", *HARDENED, "localhost/etserve:test", *SUITE]
+    print("+", " ".join(command), flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    passed = re.search(r"\b(\d+) passed", done.stdout)
+    expect(
+        done.returncode == 0 and passed is not None,
+        f"the test image runs its tests (exit code {done.returncode}, {passed[1] if passed else 0} passed)",
+    )
 
 
 def check_sbom(build: Build) -> None:

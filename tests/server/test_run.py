@@ -77,7 +77,7 @@ def test_the_port_answers_while_the_model_loads_and_one_line_tells_of_readiness(
         assert service.status("/v1/models") == 503
         service.wait_ready()
         service.process.send_signal(signal.SIGTERM)
-        out, err = service.process.communicate(timeout=20)
+        out, err = service.process.communicate(timeout=120)
     assert service.process.returncode == 0
     line = re.fullmatch(r"etserve is ready: http://127\.0\.0\.1:(\d+) serves unit \((\d+\.\d) s to start\)\n", out)
     assert line is not None, (out, err)
@@ -146,11 +146,11 @@ def test_an_engine_that_failed_for_good_makes_the_server_exit_with_70(tmp_path: 
 
 def test_a_model_that_does_not_load_is_the_starts_own_error() -> None:
     with Service(engine={"start_error": "model.safetensors: truncated"}) as service:
-        _, err = service.process.communicate(timeout=30)
+        _, err = service.process.communicate(timeout=120)
     assert service.process.returncode == 3
     assert err.strip() == "model.safetensors: truncated"
     with Service(model="/nonexistent") as service:
-        _, err = service.process.communicate(timeout=30)
+        _, err = service.process.communicate(timeout=120)
     assert service.process.returncode == 3
     assert len(err.strip().splitlines()) == 1
 
