@@ -10,10 +10,12 @@ import pytest
 from etserve.cli import main
 from etserve.cli.options import SECTIONS
 from etserve.server import run
+from etserve.server.schemas import EntropicOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", PAGE, re.MULTILINE))
+SETTINGS, ASKED = PAGE.split("## Settings")[1].split("\n## ")[0].split("### What a request may ask")
+ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", SETTINGS, re.MULTILINE))
 FIELDS = [
     (section, field)
     for section, (struct, _) in SECTIONS.items()
@@ -39,9 +41,17 @@ def test_every_setting_has_its_row_and_its_default(section: str, field: Any) -> 
 
 
 def test_no_row_describes_a_setting_that_is_gone() -> None:
-    settings = PAGE.split("## Settings")[1].split("\n## ")[0]
-    named = set(re.findall(r"^\| `(\w+)` \|", settings, re.MULTILINE))
+    named = set(re.findall(r"^\| `(\w+)` \|", SETTINGS, re.MULTILINE))
     assert named == {field.name for _, field in FIELDS}
+
+
+def test_the_page_tells_all_that_a_request_may_ask_and_its_choices() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", ASKED, re.MULTILINE))
+    asked = EntropicOptions.model_fields
+    assert rows.keys() == asked.keys()
+    for name, field in asked.items():
+        choices = set(re.findall(r"Literal\[(.*?)\]", str(field.annotation))) or {""}
+        assert set(re.findall(r"`(\w+)`", rows[name])) == set(re.findall(r"'(\w+)'", *choices)), name
 
 
 def test_the_exit_codes_are_those_of_the_code() -> None:
