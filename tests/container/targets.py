@@ -41,7 +41,8 @@ def check_sbom(build: Build) -> None:
     with tempfile.TemporaryDirectory() as folder:
         build("sbom", "localhost/etserve:sbom", "--output", f"type=local,dest={folder}")
         listed = json.loads((Path(folder) / "sbom.json").read_text(encoding="utf-8"))
-    names = {component["name"] for component in listed["components"]}
+    components = [listed["metadata"]["component"], *listed["components"]]  # what pyproject.toml describes is the root
+    names = {component["name"] for component in components}
     expect(listed["bomFormat"] == "CycloneDX", "the list of components is CycloneDX")
     expect(
         {"torch", "transformers", "etserve"} <= names, f"it names torch, transformers and etserve ({len(names)} in all)"

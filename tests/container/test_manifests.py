@@ -75,6 +75,15 @@ def test_what_the_image_is_built_from_is_named_and_exists() -> None:
     assert sources <= set(kept)
 
 
+def test_the_layer_that_compiles_the_kernels_does_not_see_the_readme() -> None:
+    stages = DOCKERFILE.read_text(encoding="utf-8").split("\nFROM ")
+    for name in ("kernels", "wheel", "wheel-cuda"):
+        (stage,) = [stage for stage in stages if stage.split("\n", 1)[0].endswith(f" AS {name}")]
+        before_compiled, _, after = stage.partition(" -w /tmp/first ")
+        assert re.search(r"^COPY .*\bREADME\.md", before_compiled, re.MULTILINE) is None
+        assert ("COPY README.md ./" in after) is (name != "kernels")  # the wheel that is installed has it
+
+
 def test_the_manifests_satisfy_the_strict_schema() -> None:
     done = run(tool("kubernetes-validate"), "--strict", *(str(K8S / f"{name}.yaml") for name in MANIFESTS))
     assert done.returncode == 0, done.stdout + done.stderr
