@@ -187,6 +187,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     write_timeout_seconds: Seconds = 30.0  # a client that stops reading for so long is dropped
     keep_alive_comment_seconds: Seconds = 10.0  # SSE comment on a silent stream
     max_body_bytes: Positive = 4 * 1024 * 1024
+    requests_per_minute: Positive | None = None  # of each API key; without keys, of all clients. None: no limit
+    tokens_per_minute: Positive | None = None  # the same of tokens, prompt and output
     compat_metrics: bool = False
     otlp_endpoint: HttpUrl | None = None  # of a collector's OTLP traces; None: no tracing, and no SDK imported
     log_level: Literal["debug", "info", "warning", "error"] = "info"

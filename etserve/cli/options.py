@@ -96,6 +96,8 @@ SERVER_HELP = {
     "keep_alive_comment_seconds": "Comment on a stream that has been silent for so long.",
     "write_timeout_seconds": "How long a client may leave its answer unread.",
     "max_body_bytes": "Largest request body.",
+    "requests_per_minute": "Completions that each API key may ask for in a minute. Default: no limit.",
+    "tokens_per_minute": "Tokens, prompt and output, that each API key may use in a minute. Default: no limit.",
     "compat_metrics": "Also export the metric names that vLLM's dashboards look for.",
     "otlp_endpoint": "Send traces to this collector (OTLP over HTTP); needs the extra otel.",
     "log_level": "Of the JSON log on standard error.",

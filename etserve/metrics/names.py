@@ -17,6 +17,8 @@ REJECT_REASONS: Final = (
     "too_large",
     "timeout",
     "overloaded",
+    "request_rate",
+    "token_rate",
     "unavailable",
     "internal",
 )

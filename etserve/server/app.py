@@ -20,6 +20,7 @@ from etserve.server.routes import ROUTERS
 from etserve.server.state import ServerState
 
 if TYPE_CHECKING:
+    from etserve.server.rate_limits import RateLimits
     from etserve.server.tracing import Tracer
 
 
@@ -47,8 +48,19 @@ def create_app(config: ServerConfig, engine: AsyncEngine, registry: CollectorReg
     engine.add_step_listener(metrics.on_step)
     live = LiveFeed(engine)
     engine.add_step_listener(live.on_step)
-    app.state.etserve = ServerState(config=config, engine=engine, metrics=metrics, live=live)
+    app.state.etserve = ServerState(
+        config=config, engine=engine, metrics=metrics, live=live, rate_limits=_rate_limits(config)
+    )
     return Edge(app, config, keys, metrics, _tracer(config.otlp_endpoint))
+
+
+def _rate_limits(config: ServerConfig) -> "RateLimits | None":
+    """The limits library is imported here or nowhere."""
+    if config.requests_per_minute is None and config.tokens_per_minute is None:
+        return None
+    from etserve.server.rate_limits import RateLimits
+
+    return RateLimits(config)
 
 
 def _tracer(endpoint: str | None) -> "Tracer | None":

@@ -22,6 +22,7 @@ from etserve.server.record import GenerationRecord
 from etserve.server.static_page import PAGE_FILES
 
 if TYPE_CHECKING:
+    from etserve.server.rate_limits import Charge
     from etserve.server.tracing import Tracer
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", *PAGE_FILES})  # all that needs no key
@@ -42,6 +43,12 @@ class RequestContext:
     body_complete: bool = False
     body_bytes: int = 0
     record: GenerationRecord | None = None  # of a completion that was admitted
+    charge: "Charge | None" = None  # what the rate limits took for it, if any are set
+
+    def settle(self) -> None:
+        """Let the rate limits know what the request came to. Idempotent."""
+        if self.charge is not None:
+            self.charge.settle(self.record)
 
 
 class Edge:
@@ -72,6 +79,7 @@ class Edge:
         except Exception as error:  # the funnel: whatever it is, the client gets one of our own sentences
             await self._refuse(fault_of(error), error, context, answering)
         finally:
+            context.settle()
             self._report(scope, context)
 
     def _report(self, scope: Scope, context: RequestContext) -> None:
@@ -158,6 +166,8 @@ class Edge:
                     (b"x-request-id", (context.echoed_id or context.request_id).encode()),
                 ]
                 headers.append((b"x-content-type-options", b"nosniff"))
+                if context.charge is not None:
+                    headers += [(name.encode(), value.encode()) for name, value in context.charge.headers().items()]
                 if not context.body_complete:
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
@@ -182,6 +192,7 @@ class Edge:
             return
 
     async def _refuse(self, fault: Fault, error: Exception, context: RequestContext, send: Send) -> None:
+        context.settle()  # before the answer, which says how the client stands
         self._metrics.rejected(fault.reason)
         if fault.reason == "internal" and not isinstance(error, HttpError):
             log_failure(error, context.request_id)

@@ -84,10 +84,10 @@ def fault_of(error: BaseException) -> Fault:
         return Fault(404 if error.code == "model_not_found" else 400, error.message, error.param, error.code, reason)
     if isinstance(error, OverloadedError):
         message = "The server is overloaded. Try again later."
-        return Fault(429, message, None, "overloaded", "overloaded", _retry_after(error.retry_after_seconds))
+        return Fault(429, message, None, "overloaded", "overloaded", retry_after(error.retry_after_seconds))
     if isinstance(error, EngineUnavailableError):
         message = "The server cannot take requests at the moment. Try again later."
-        return Fault(503, message, None, "unavailable", "unavailable", _retry_after(error.retry_after_seconds))
+        return Fault(503, message, None, "unavailable", "unavailable", retry_after(error.retry_after_seconds))
     if isinstance(error, HTTPException):
         headers = {k: v for k, v in (error.headers or {}).items() if k.lower() == "allow"}
         message = _MESSAGES.get(error.status_code, "The request cannot be served.")
@@ -99,13 +99,14 @@ def fault_of_output(output: SequenceOutput) -> Fault | None:
     """Return the fault of a choice that ended in "error" or "abort", else None."""
     if output.finish_reason == "error":
         status, message = _ENGINE_ERRORS.get(output.error_code or "", (500, _MESSAGES[500]))
-        headers = _retry_after(1.0) if status == 503 else {}
+        headers = retry_after(1.0) if status == 503 else {}
         known = output.error_code if output.error_code in _ENGINE_ERRORS else "internal_error"
         return Fault(status, message, None, known, "invalid" if status == 400 else "internal", headers)
     if output.finish_reason == "abort":
-        return Fault(503, "The request was ended by the server.", None, "aborted", "unavailable", _retry_after(1.0))
+        return Fault(503, "The request was ended by the server.", None, "aborted", "unavailable", retry_after(1.0))
     return None
 
 
-def _retry_after(seconds: float) -> dict[str, str]:
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header, in whole seconds of 1 to 3600."""
     return {"retry-after": str(max(1, math.ceil(min(seconds, 3600.0))))}

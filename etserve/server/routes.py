@@ -144,8 +144,11 @@ async def _answer(request: Request, body: SamplingFields, facts: ReplyFacts, rep
         )
         for index, prompt in enumerate(facts.prompts)
     ]
-    context.record = _record(facts, reply)
-    generation = Generation(state.engine, requests, state.metrics, context.arrival_seconds, context.record)
+    if state.rate_limits is not None:
+        context.charge = state.rate_limits.charge(context.key_digest, requests, state.ready_model().info.max_model_len)
+    record = _record(facts, reply)
+    generation = Generation(state.engine, requests, state.metrics, context.arrival_seconds, record)
+    context.record = record
     if not body.stream:
         return WholeReply(generation, reply)
     return EventStream(

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from etserve.config import ServerConfig
 from etserve.engine.client import AsyncEngine
@@ -11,6 +12,9 @@ from etserve.outputs import ModelInfo
 from etserve.server.live import LiveFeed
 from etserve.server.prompts import PromptEncoder
 from etserve.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from etserve.server.rate_limits import RateLimits
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class ServerState:
     engine: AsyncEngine
     metrics: Metrics
     live: LiveFeed
+    rate_limits: "RateLimits | None" = None  # None: no limit is set
     model: LoadedModel | None = None
     is_draining: bool = False  # not ready any more
     is_refusing: bool = False  # the drain delay is over: no new request
