@@ -1,6 +1,7 @@
-"""Weights and description from a GGUF file: memory-mapped, dequantised by the gguf package."""
+"""Weights and description from a GGUF file: read tensor by tensor, dequantised by the gguf package."""
 
-import mmap
+import os
+import weakref
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quant_shape_to_byte_shape
+from numpy.typing import NDArray
 
 from etserve.errors import ModelError
 from etserve.kernels.quant import BLOCK_BYTES, Format
@@ -89,7 +91,7 @@ def _with_divisors(spec: DecoderSpec, header: GgufHeader) -> DecoderSpec:
         return spec
     if tensor.shape != (spec.head_dim // 2,) or tensor.kind != GGMLQuantizationType.F32:
         raise ModelError(f"{header.path}: tensor {_ROPE_DIVISORS} has shape {list(tensor.shape)}")
-    divisors = tuple(_read(_map(header.path), tensor, header.path, torch.float32).tolist())
+    divisors = tuple(_read(_TensorFile(header.path), tensor, torch.float32).tolist())
     if not all(np.isfinite(value) and value > 0 for value in divisors):
         raise ModelError(f"{header.path}: tensor {_ROPE_DIVISORS} holds a value that is no positive number")
     rope = RopeSpec(spec.rope.theta, "divided", (("divisors", divisors),))
@@ -115,7 +117,7 @@ class GgufSource:
         self.dtype = _PLAIN.get(kind, torch.bfloat16)
         self.quantization = None if kind in _PLAIN else _file_type(header) or kind.name
         self.num_parameters = sum(prod(shape) for shape in self._shapes.values())
-        self._data = _map(header.path)
+        self._file = _TensorFile(header.path)
         self._is_permuted = header.metadata.get("general.architecture") == "llama"
 
     def has(self, name: str) -> bool:
@@ -123,7 +125,7 @@ class GgufSource:
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """See WeightSource."""
-        return self._ordered(name, _read(self._data, self._header.tensors[gguf_name(name)], self._header.path, dtype))
+        return self._ordered(name, _read(self._file, self._header.tensors[gguf_name(name)], dtype))
 
     def block_format(self, name: str) -> Format | None:
         """See BlockSource."""
@@ -131,8 +133,7 @@ class GgufSource:
 
     def blocks(self, name: str) -> torch.Tensor:
         """See BlockSource: the file's own, rows of q and k in our order."""
-        raw = _rows(self._data, self._header.tensors[gguf_name(name)])
-        return self._ordered(name, torch.from_numpy(raw.copy()))
+        return self._ordered(name, torch.from_numpy(self._file.rows(self._header.tensors[gguf_name(name)])))
 
     def _ordered(self, name: str, values: torch.Tensor) -> torch.Tensor:
         part = name.split(".")[2] if name.startswith("layers.") else ""
@@ -147,33 +148,54 @@ def _unpermute(values: torch.Tensor, num_heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(values.shape)
 
 
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
+class _TensorFile:
+    """The tensors' bytes, by positioned reads.
+
+    Of a mapping every page that was read stays resident beside its packed copy, and a file that shrinks is a SIGBUS.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError naming the file."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ModelError(f"{path}: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def rows(self, tensor: GgufTensor, first: int = 0, count: int | None = None) -> NDArray[np.uint8]:
+        """`count` rows from `first` on (None: all) as they lie in the file, uint8 [count, bytes]. Raises ModelError."""
+        num_rows, row_bytes = quant_shape_to_byte_shape((_num_rows(tensor), tensor.shape[-1]), tensor.kind)
+        found = np.empty((num_rows if count is None else count, row_bytes), dtype=np.uint8)
+        wanted, position = found.reshape(-1).data, tensor.offset + first * row_bytes
+        while len(wanted):
+            try:
+                num_read = os.preadv(self._descriptor, [wanted], position)
+            except OSError as error:
+                raise ModelError(f"{self.path}: tensor {tensor.name}: {error.strerror}") from None
+            if num_read == 0:
+                raise ModelError(f"{self.path}: tensor {tensor.name}: the file has become shorter")
+            wanted, position = wanted[num_read:], position + num_read
+        return found
 
 
-def _rows(data: mmap.mmap, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """The bytes as they lie in the file, [rows, bytes]."""
-    raw = np.frombuffer(data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
-    return raw.reshape(quant_shape_to_byte_shape((prod(tensor.shape[:-1]), tensor.shape[-1]), tensor.kind))
+def _num_rows(tensor: GgufTensor) -> int:
+    """A vector is one row."""
+    return prod(tensor.shape[:-1])
 
 
-def _read(data: mmap.mmap, tensor: GgufTensor, path: Path, dtype: torch.dtype) -> torch.Tensor:
+def _read(file: _TensorFile, tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
     """Some rows at a time: the package's f32 temporaries stay in the caches, and no f32 copy of a matrix is made."""
-    rows = _rows(data, tensor)
-    out = torch.empty((len(rows), tensor.shape[-1]), dtype=dtype)
+    num_rows = _num_rows(tensor)
+    out = torch.empty((num_rows, tensor.shape[-1]), dtype=dtype)
     step = max(1, SLICE_ELEMENTS // tensor.shape[-1])
-    try:
-        for start in range(0, len(rows), step):
-            values = dequantize(rows[start : start + step], tensor.kind)
-            # F32 comes back as a view of the read-only map, which torch warns of
-            values = values if values.flags.writeable else values.copy()
-            out[start : start + step] = torch.from_numpy(values)
-    except (ValueError, NotImplementedError) as error:
-        raise ModelError(f"{path}: tensor {tensor.name}: {error}") from None
+    for start in range(0, num_rows, step):
+        rows = file.rows(tensor, start, min(step, num_rows - start))
+        try:
+            values = dequantize(rows, tensor.kind)
+        except (ValueError, NotImplementedError) as error:
+            raise ModelError(f"{file.path}: tensor {tensor.name}: {error}") from None
+        out[start : start + len(rows)] = torch.from_numpy(values)
     return out.view(tensor.shape)
 
 

@@ -53,7 +53,8 @@ class SafetensorsSource:
         path = self._headers[hf_name(name)].path
         try:
             if path not in self._open:
-                self._open[path] = safe_open(str(path), framework="pt", device="cpu")
+                # Of a mapping every page that was read would stay resident beside its packed copy.
+                self._open[path] = safe_open(str(path), framework="pt", device="cpu", backend="pread")
             found: torch.Tensor = self._open[path].get_tensor(hf_name(name))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {hf_name(name)}: {error}") from None
