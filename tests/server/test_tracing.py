@@ -90,6 +90,7 @@ def test_a_chat_is_named_so_and_an_engine_error_marks_the_span() -> None:
 
 def test_what_was_never_admitted_has_no_span() -> None:
     assert spans_of("/v1/completions", {"prompt": "x", "no_such_field": 1}) == []
+    assert spans_of("/v1/completions", {"prompt": "x"}, FakeEngine(overloaded=True)) == []
     assert spans_of("/tokenize", {"prompt": "x"}) == []
 
 
