@@ -1,206 +1,218 @@
 """Measure what skipping blocks costs in quality: the findings table of the control laws, on real text, in this engine.
 
-    python benchmarks/findings.py --output benchmarks/findings.md
-Parts of a novel are read densely up to a prefix; the tokens behind it are fed one at a time (decode rows,
-teacher-forced), once per arm, through the native decoder. Every arm is compared with dense attention of the same text.
+    python -m benchmarks.findings --output build/findings.md
+Documents are read densely up to a prefix; the tokens behind it are fed one at a time (decode rows, teacher-forced),
+once per arm. Every arm is compared with dense attention of the same text on the same decoder: the native one, save the
+oracle, which knows the true masses of each query, layer and KV head and runs on the torch reference in float32.
+In bfloat16 rounding alone moves the output by as much as a tight epsilon does; hence --dtype float32.
 """
 
 import argparse
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import resources
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from etserve.attention.batch import StepBatch
+from benchmarks.skipping.bed import Bed, copy_prefixes
+from benchmarks.skipping.documents import cut_documents
+from benchmarks.skipping.scores import DOCUMENT_HEADER, HEADER, Dense, Score, compare, run_arms
+from benchmarks.skipping.sets import IS_ON, MassAverages, heaviest_blocks, read_only
 from etserve.config import BLOCK_SIZE, EngineConfig
 from etserve.kernels import native
+from etserve.kernels.reference_sketch import EXACT_BITS
 from etserve.kernels.selection import BlockSelection, SelectionRule
+from etserve.models.decoder import TorchDecoder
 from etserve.models.files import resolve_model
-from etserve.models.loader import load_model
+from etserve.models.loader import load_model, open_checkpoint
 from etserve.models.native import NativeDecoder
-from etserve.models.types import KVCache
+from etserve.models.rope import rope_tables
 from etserve.tokenizer.loading import load_tokenizer
 
-CHUNK = 512  # prompt tokens of a step
-HEADER = "| context | arm | kept | KL nats/token | top-1 agreement | ΔNLL | estimated missing mass |"
+EPSILONS = (0.05, 0.1, 0.2, 0.3)
+SHARE_OF = 0.1  # the epsilon whose kept share the arms with a fixed one take
+NEARLY_ALL = 0.999999  # epsilon that leaves the choice to the rule's min_kept_share
+Row = tuple[str, Score]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to choose blocks; dense has epsilon 0."""
+class Models:
+    """One model, by bits of its key sketches, and the torch reference that needs none."""
 
-    name: str
-    epsilon: float
+    native: Mapping[int, NativeDecoder]
+    oracle: TorchDecoder | None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One context: documents with their dense prefix read, and what dense attention made of the rest."""
+
+    bed: Bed
     rule: SelectionRule
+    averages: MassAverages  # of past masses at the end of the prefixes
+    dense: Dense
 
+    def constant(self, epsilons: Sequence[float], rule: SelectionRule) -> list[BlockSelection]:
+        """By step: one arm per epsilon."""
+        values = np.repeat(np.array(epsilons, np.float32), len(self.bed.documents))
+        return [BlockSelection(values, rule=rule)] * self.bed.num_steps
 
-@dataclass
-class Score:
-    """Sums over scored tokens."""
+    def past_sets(self, share: float) -> list[BlockSelection]:
+        """By step: the blocks that had most attention before it, by dense attention's own masses."""
+        averages, found = self.averages.copy(), []
+        for step in range(self.bed.num_steps):
+            blocks = self.bed.num_blocks(step)
+            found.append(read_only(heaviest_blocks(averages.values, blocks, share, self.rule), self.rule))
+            averages.observe(self.dense.masses[step], blocks)
+        return found
 
-    tokens: int = 0
-    divergence: float = 0.0
-    agreements: int = 0
-    excess_nll: float = 0.0
-    read: int = 0
-    total: int = 0
-    missing: float = 0.0
-
-    def add(self, dense: torch.Tensor, arm: torch.Tensor, target: int) -> None:
-        """Log-probabilities [V] of the same position, and the token that follows."""
-        self.tokens += 1
-        self.divergence += float((dense.exp() * (dense - arm)).sum())
-        self.agreements += int(dense.argmax() == arm.argmax())
-        self.excess_nll += float(dense[target] - arm[target])
-
-    def row(self, context: int, name: str) -> str:
-        n = self.tokens
-        cells = (f"{self.read / self.total:.1%}", f"{self.divergence / n:.4f}", f"{self.agreements / n:.1%}")
-        missing = "" if np.isnan(self.missing) else f"{self.missing / n:.3f}"
-        return f"| {context} | {name} | {' | '.join(cells)} | {self.excess_nll / n:+.4f} | {missing} |"
-
-
-class Bed:
-    """Documents with dense prefixes in one cache; each (arm, document) goes on in blocks of its own."""
-
-    def __init__(self, decoder: NativeDecoder, documents: Sequence[list[int]], prefix: int, num_branches: int) -> None:
-        self.decoder, self.documents, self.prefix = decoder, documents, prefix
-        self.prefix_blocks = prefix // BLOCK_SIZE
-        self.branch_blocks = -(-(len(documents[0]) - prefix) // BLOCK_SIZE)
-        branches = num_branches * len(documents) * self.branch_blocks
-        self.cache: KVCache = decoder.allocate_cache(1 + len(documents) * self.prefix_blocks + branches)
-        for index, tokens in enumerate(documents):
-            for begin in range(0, prefix, CHUNK):
-                self._run([(tokens[begin : begin + CHUNK], begin, self._table(index, 0))], None)
-
-    def decode(self, branches: Sequence[int], selection: BlockSelection) -> Iterator[torch.Tensor]:
-        """Feed the tokens behind the prefixes; log-probabilities [branches x documents, V] of each step."""
-        for position in range(self.prefix, len(self.documents[0]) - 1):
-            parts = [
-                ([tokens[position]], position, self._table(index, branch))
-                for branch in branches
-                for index, tokens in enumerate(self.documents)
-            ]
-            hidden = self._run(parts, selection)
-            yield self.decoder.logits(hidden).log_softmax(-1)
-
-    def _table(self, document: int, branch: int) -> list[int]:
-        first = 1 + document * self.prefix_blocks
-        own = 1 + len(self.documents) * self.prefix_blocks
-        own += (branch * len(self.documents) + document) * self.branch_blocks
-        return [*range(first, first + self.prefix_blocks), *range(own, own + self.branch_blocks)]
-
-    def _run(self, parts: list[tuple[list[int], int, list[int]]], selection: BlockSelection | None) -> torch.Tensor:
-        starts = np.cumsum([0, *(len(tokens) for tokens, _, _ in parts)]).astype(np.int32)
-        return self.decoder.forward(
-            StepBatch(
-                token_ids=np.array([t for tokens, _, _ in parts for t in tokens], np.int32),
-                positions=np.array([at + i for tokens, at, _ in parts for i in range(len(tokens))], np.int32),
-                query_start=starts,
-                context_lens=np.array([at + len(tokens) for tokens, at, _ in parts], np.int32),
-                block_tables=np.array([table for _, _, table in parts], np.int32),
-                logit_rows=(starts[1:] - 1) if selection is not None else np.zeros(0, np.int32),
-                selection=selection,
-            ),
-            self.cache,
-        )
-
-
-def measure(bed: Bed, arms: Sequence[Arm], first_branch: int, dense: list[torch.Tensor]) -> list[Score]:
-    """Score arms of one rule in one batch. `dense`: log-probabilities by step; the first arm fills it if empty."""
-    count, scores = len(bed.documents), [Score() for _ in arms]
-    epsilon = np.repeat(np.array([arm.epsilon for arm in arms], np.float32), count)
-    branches = range(first_branch, first_branch + len(arms))
-    fills = not dense
-    for step, rows in enumerate(bed.decode(branches, BlockSelection(epsilon, rule=arms[0].rule))):
-        if fills:
-            dense.append(rows[:count].clone())
-        counts = bed.decoder.attention_counts
-        assert counts is not None
-        for row in range(len(rows)):
-            score, target = scores[row // count], bed.documents[row % count][bed.prefix + step + 1]
-            score.add(dense[step][row % count], rows[row], target)
-            score.read += int(counts.read_blocks[row])
-            score.total += int(counts.total_blocks[row])
-            score.missing += float(counts.missing_mass[row])
-    return scores
+    def present_sets(self, share: float) -> list[BlockSelection]:
+        """By step: the blocks that have most attention in it, as a dense pass of it has measured."""
+        return [
+            read_only(heaviest_blocks(masses, self.bed.num_blocks(step), share, self.rule), self.rule)
+            for step, masses in enumerate(self.dense.masses)
+        ]
 
 
 def placebo_share(score: Score, num_layers: int, dense_layers: int) -> float:
-    """The share of blocks in layers that skip, such that a placebo reads as much in all as the scored arm."""
-    return max(0.0, (score.read / score.total * num_layers - dense_layers) / (num_layers - dense_layers))
+    """The share of blocks in layers that skip, such that a fixed share reads as much in all as the scored arm."""
+    return max(0.0, (score.kept_share * num_layers - dense_layers) / (num_layers - dense_layers))
 
 
-def table_of(decoders: dict[int, NativeDecoder], documents: list[list[int]], prefix: int) -> list[str]:
-    """Rows of one context length."""
-    rule, rows, dense = SelectionRule(), [], list[torch.Tensor]()
-    bed = Bed(decoders[2], documents, prefix, 6)
-    sketched = [Arm("dense", 0.0, rule), *(Arm(f"2-bit sketch, ε = {e}", e, rule) for e in (0.1, 0.2, 0.3))]
-    scores = measure(bed, sketched, 0, dense)
-    rows += [score.row(prefix, arm.name) for arm, score in zip(sketched, scores, strict=True)]
-    share = placebo_share(scores[1], decoders[2].spec.num_layers, rule.dense_layers)
-    for branch, selector in ((4, "recency"), (5, "random")):
-        placebo = Arm(
-            f"{selector}, the same share as ε = 0.1",
-            0.1,
-            SelectionRule(selector="recency" if selector == "recency" else "random", share=share),
-        )
-        rows.append(measure(bed, [placebo], branch, dense)[0].row(prefix, placebo.name))
-        print(rows[-1], flush=True)
-    one_bit = Arm("1-bit sketch, ε = 0.1", 0.1, rule)
-    rows.append(measure(Bed(decoders[1], documents, prefix, 1), [one_bit], 0, dense)[0].row(prefix, one_bit.name))
-    return rows
+def two_bit_rows(trial: Trial) -> Iterator[Row]:
+    """Dense first, then every epsilon."""
+    epsilons = (0.0, *EPSILONS)
+    names = ["dense", *(f"2-bit sketch, ε = {epsilon}" for epsilon in EPSILONS)]
+    scores = run_arms(trial.bed, range(len(epsilons)), trial.constant(epsilons, trial.rule), trial.dense)
+    return zip(names, scores, strict=True)
 
 
-def load_decoder(model: str, bits: int) -> NativeDecoder:
-    config = EngineConfig(model=model, backend="native", pruning_sketch_bits=bits)
-    decoder = load_model(config, resolve_model(model)).decoder
-    if not isinstance(decoder, NativeDecoder):
-        raise SystemExit("this benchmark runs the native decoder")
-    return decoder
+def fixed_share_rows(trial: Trial, share: float, first_branch: int) -> Iterator[Row]:
+    """Arms that read the same share at each step, however much that misses."""
+    rule = trial.rule
+    arms = {
+        "2-bit sketch, fixed share": trial.constant([NEARLY_ALL], replace(rule, min_kept_share=share)),
+        "true masses of the step, one set per sequence": trial.present_sets(share),
+        "past attention masses, one set per sequence": trial.past_sets(share),
+        "recency": trial.constant([IS_ON], replace(rule, selector="recency", share=share)),
+        "random": trial.constant([IS_ON], replace(rule, selector="random", share=share)),
+    }
+    for branch, (name, selections) in enumerate(arms.items(), first_branch):
+        yield name, run_arms(trial.bed, [branch], selections, trial.dense)[0]
 
 
-def cut_documents(model: str, count: int, length: int) -> list[list[int]]:
-    """Parts of a novel, of `length` tokens each, evenly spread."""
-    text = (resources.files("etserve.bench") / "data" / "emma_excerpt.txt").read_text(encoding="utf-8")
-    tokens = load_tokenizer(resolve_model(model)).encode(text, add_special_tokens=False)
-    if len(tokens) < count * length:
-        raise SystemExit(f"the text has {len(tokens)} tokens, not {count} parts of {length}")
-    stride = len(tokens) // count
-    return [tokens[i * stride : i * stride + length] for i in range(count)]
+def one_bit_rows(trial: Trial, decoder: NativeDecoder) -> Iterator[Row]:
+    bed = Bed(decoder, trial.bed.documents, trial.bed.prefix, len(EPSILONS))
+    copy_prefixes(trial.bed, bed, sketch_bits=1)
+    scores = run_arms(bed, range(len(EPSILONS)), trial.constant(EPSILONS, trial.rule), trial.dense)
+    return zip((f"1-bit sketch, ε = {epsilon}" for epsilon in EPSILONS), scores, strict=True)
 
 
-def main() -> None:
+def oracle_rows(trial: Trial, decoder: TorchDecoder, share: float) -> Iterator[Row]:
+    """Against the torch reference's own dense attention, which itself is compared with the native one's."""
+    bed, dense = Bed(decoder, trial.bed.documents, trial.bed.prefix, 3), Dense()
+    copy_prefixes(trial.bed, bed)
+    scores = run_arms(bed, [0, 1], trial.constant([0.0, SHARE_OF], trial.rule), dense)
+    yield "dense, torch reference against native", _between(trial, dense, scores[0])
+    yield f"true masses per layer and KV head, ε = {SHARE_OF}", scores[1]
+    rule = replace(trial.rule, min_kept_share=share)
+    yield (
+        "true masses per layer and KV head, fixed share",
+        run_arms(bed, [2], trial.constant([NEARLY_ALL], rule), dense)[0],
+    )
+
+
+def _between(trial: Trial, found: Dense, counted: Score) -> Score:
+    """Dense attention of another decoder against the trial's."""
+    score, counts = Score(), [counted.column(name) for name in ("read", "total", "missing")]
+    for step, rows in enumerate(found.log_probabilities):
+        columns = compare(trial.dense.log_probabilities[step], rows, trial.bed.targets(step))
+        score.add(**columns, **dict(zip(("read", "total", "missing"), (c[step] for c in counts), strict=True)))
+    return score
+
+
+def all_rows(models: Models, documents: Sequence[list[int]], prefix: int, rule: SelectionRule) -> Iterator[Row]:
+    """Every arm at one context length, dense first."""
+    decoder = models.native[2]
+    bed = Bed(decoder, documents, prefix, 1 + len(EPSILONS) + 5)
+    trial = Trial(bed, rule, bed.read_prefixes(), Dense())
+    sketched = dict(two_bit_rows(trial))
+    yield from sketched.items()
+    at_same = sketched[f"2-bit sketch, ε = {SHARE_OF}"]
+    share = placebo_share(at_same, decoder.spec.num_layers, rule.dense_layers)
+    yield from fixed_share_rows(trial, share, first_branch=len(sketched))
+    yield from one_bit_rows(trial, models.native[1])
+    if models.oracle is not None:
+        yield from oracle_rows(trial, models.oracle, share)
+
+
+def load_models(model: str, dtype: str, *, with_oracle: bool) -> Models:
+    files = resolve_model(model)
+    decoders, length = {}, 0
+    for bits in (2, 1):
+        config = EngineConfig(model=model, backend="native", dtype=dtype, pruning_sketch_bits=bits)
+        loaded = load_model(config, files)
+        if not isinstance(loaded.decoder, NativeDecoder):
+            raise SystemExit("this benchmark runs the native decoder")
+        decoders[bits], length = loaded.decoder, loaded.max_model_len
+    if not with_oracle:
+        return Models(decoders, None)
+    checkpoint = open_checkpoint(files)
+    tables, f32 = rope_tables(checkpoint.spec, length), torch.float32
+    return Models(decoders, TorchDecoder(checkpoint.spec, checkpoint.weights, f32, f32, tables, sketch_bits=EXACT_BITS))
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="demo")
+    dtypes = ["auto", "bfloat16", "float32"]
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the native arms")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1536, 4096], help="prefixes, multiples of 16")
     parser.add_argument("--documents", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128, help="scored per document")
+    parser.add_argument("--tokens", type=int, default=64, help="scored per document")
+    parser.add_argument("--without-oracle", action="store_true", help="leave the torch reference out, which is slow")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("findings.md"))
     options = parser.parse_args()
     if any(context % BLOCK_SIZE for context in options.contexts):
         parser.error("contexts must be multiples of 16")
-    native.set_num_threads(options.threads)
-    decoders = {bits: load_decoder(options.model, bits) for bits in (2, 1)}
+    return options
+
+
+def head(options: argparse.Namespace) -> list[str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    lines = [
-        f"{options.model}, {options.documents} parts of *Emma* x {options.tokens} tokens a context, "
+    return [
+        f"{options.model}, {options.dtype}, {options.documents} documents x {options.tokens} tokens a context, "
         f"{native.backend_name()}, {platform.machine()}, commit {commit.strip() or 'unknown'}.",
         "",
         HEADER,
         "|---" * (HEADER.count("|") - 1) + "|",
     ]
+
+
+def main() -> None:
+    options = parse()
+    native.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    models = load_models(options.model, options.dtype, with_oracle=not options.without_oracle)
+    encoder = load_tokenizer(resolve_model(options.model))
+    lines, by_document = head(options), [DOCUMENT_HEADER, "|---" * (DOCUMENT_HEADER.count("|") - 1) + "|"]
     for context in options.contexts:
-        documents = cut_documents(options.model, options.documents, context + options.tokens + 1)
-        lines += table_of(decoders, documents, context)
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
+        documents = cut_documents(encoder, options.documents, context + options.tokens + 1)
+        for name, score in all_rows(models, [each.tokens for each in documents], context, SelectionRule()):
+            lines.append(score.row(context, name))
+            print(f"{time.monotonic() - begin:.0f} s {lines[-1]}", file=sys.stderr, flush=True)
+            if name == f"2-bit sketch, ε = {SHARE_OF}":
+                by_document += [score.document_row(context, i, each.name) for i, each in enumerate(documents)]
+        options.output.write_text("\n".join([*lines, "", *by_document]) + "\n", encoding="utf-8")
+    print(options.output.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ class ReferenceAttention:
     ) -> None:
         """`dtype`: any KV dtype; int8 entries are rounded as the native cache rounds them, and kept as float32.
 
-        `sketch_bits`: of the sketches to select by, made anew from the cache at each call; 0: none.
+        `sketch_bits`: of the sketches to select by, made anew from the cache at each call; 0: none; EXACT_BITS: true
+        masses take their place.
         """
         self.shape = shape
         self._sketch_bits = sketch_bits

@@ -7,10 +7,19 @@ import torch
 
 from etserve.control.pruning import group_masses, select_blocks
 from etserve.kernels.reference_attention import BLOCK_SIZE
-from etserve.kernels.reference_sketch import estimated_scores, sketch_keys
+from etserve.kernels.reference_sketch import EXACT_BITS, estimated_scores, sketch_keys
 from etserve.kernels.selection import BlockSelection, SelectionRule, layer_seed
 
 MASS_UNIT = 2.0**-30  # masses are whole numbers of it: their sums are exact in any order
+
+
+def exact_log_masses(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """True log mass per head and block: q [H, D], keys [L, Hkv, D] as stored -> f64 [H, ceil(L / 16)]."""
+    (num_heads, head_dim), (length, num_kv_heads, _) = q.shape, keys.shape
+    grouped = q.double().view(num_kv_heads, -1, head_dim)
+    scores = scale * torch.einsum("kgd,lkd->kgl", grouped, keys.double()).reshape(num_heads, length)
+    padded = torch.nn.functional.pad(scores, (0, -length % BLOCK_SIZE), value=-math.inf)
+    return padded.view(num_heads, -1, BLOCK_SIZE).logsumexp(-1)
 
 
 def estimated_log_masses(q: torch.Tensor, keys: torch.Tensor, scale: float, bits: int) -> torch.Tensor:
@@ -24,9 +33,7 @@ def estimated_log_masses(q: torch.Tensor, keys: torch.Tensor, scale: float, bits
     scores = estimated_scores(q, sketch, scale).view(num_heads, -1, BLOCK_SIZE)
     parts = [scores.logsumexp(-1)]
     if full < length:
-        spread = keys[full:].double().repeat_interleave(num_heads // num_kv_heads, 1)
-        exact = scale * torch.einsum("hd,lhd->hl", q.double(), spread)
-        parts.append(exact.logsumexp(-1, keepdim=True))
+        parts.append(exact_log_masses(q, keys[full:], scale))
     return torch.cat(parts, dim=1)
 
 
@@ -95,7 +102,10 @@ def choose_for_row(
     bits: int,
     layer: int = 0,
 ) -> RowChoice:
-    """What the only query row of a sequence reads: q [H, D], keys [L, Hkv, D] as stored. `layer` counts for random."""
+    """What the only query row of a sequence reads: q [H, D], keys [L, Hkv, D] as stored. `layer` counts for random.
+
+    `bits`: of the sketches that masses are estimated by; EXACT_BITS: true masses.
+    """
     rule, epsilon = selection.rule, float(selection.epsilon[sequence])
     length, num_kv_heads, _ = keys.shape
     num_blocks = -(-length // BLOCK_SIZE)
@@ -105,7 +115,9 @@ def choose_for_row(
     if rule.selector != "sketch":
         kept = tuple(placebo_blocks(rule, length, head, protected, layer) for head in range(num_kv_heads))
         return RowChoice(kept, (math.nan,) * num_kv_heads)
-    masses = rounded_group_masses(estimated_log_masses(q, keys, scale, bits), num_kv_heads)
+    is_exact = bits == EXACT_BITS
+    found = exact_log_masses(q, keys, scale) if is_exact else estimated_log_masses(q, keys, scale, bits)
+    masses = rounded_group_masses(found, num_kv_heads)
     kept = tuple(choose_blocks(rule, row, epsilon, protected) for row in masses)
     missing = tuple(sum(set_aside(row, blocks)) for row, blocks in zip(masses, kept, strict=True))
     return RowChoice(kept, missing)

@@ -8,6 +8,7 @@ import torch
 from etserve.control.sketch import THRESHOLDS, rotate, rotation_signs
 
 ROTATION_SEED = 0  # one rotation for every model: sketches never leave the process
+EXACT_BITS = 16  # in place of 1 or 2 bits: the keys themselves, the best that any sketch could do; reference only
 
 # The law's levels as the kernels round them: whole numbers of a unit.
 LEVELS: dict[int, tuple[float, ...]] = {

@@ -32,7 +32,7 @@ class TorchDecoder:
     ) -> None:
         """`rope_tables`: cos and sin, f32 [max_len, head_dim / 2].
 
-        `sketch_bits`: as in NativeDecoder, but sketches are made anew at each step.
+        `sketch_bits`: as in NativeDecoder, but sketches are made anew at each step; EXACT_BITS: selects by true masses.
         """
         self.spec = spec
         self.backend = f"torch/{torch.device(device).type}"
