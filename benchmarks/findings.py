@@ -4,7 +4,7 @@
 Documents are read densely up to a prefix; the tokens behind it are fed one at a time (decode rows, teacher-forced),
 once per arm. Every arm is compared with dense attention of the same text on the same decoder: the native one, save the
 oracle, which knows the true masses of each query, layer and KV head and runs on the torch reference in float32.
-In bfloat16 rounding alone moves the output by as much as a tight epsilon does; hence --dtype float32.
+--dtype float32 keeps rounding out of the differences (README.md, KV cache dtypes, shows how much there is of it).
 """
 
 import argparse
