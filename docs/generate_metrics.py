@@ -38,6 +38,7 @@ OPEN_LABELS = {
     "model_name": "as served",
     "dtype": "of the weights",
     "backend": "kernels and instruction set",
+    "entropy_estimator": "what entropies are read by",
     "phase": "what the start spent time on",
 }
 INTRO = """# Metrics

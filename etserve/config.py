@@ -13,6 +13,7 @@ import msgspec
 
 from etserve.control import priority, thermostat
 from etserve.control.draft import DraftLaw, VerifyLaw
+from etserve.control.entropy import Estimator
 from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
 
@@ -33,6 +34,9 @@ WaitSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The control loop's three scales (docs/control.md). All off: the plain engine, bit for bit. Entropies in nats."""
 
+    # measuring: what stands for the entropy of a row, wherever it steers or is told (control/entropy.py)
+    entropy_estimator: Estimator = "exact"  # mid: off by tenths of a nat; topk_renorm: biased low, for display only
+    estimator_top_k: Annotated[int, msgspec.Meta(ge=1, le=64)] = 64  # likeliest tokens that the estimates go by
     # micro: the temperature of each token
     temperature_mode: thermostat.Mode = "off"
     target_entropy_nats: Nats | None = None  # H*; in mirostat the target surprise
@@ -77,12 +81,23 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.thermostat_law()
         self.priority_law()
         self.pruning_law()
+        if self.entropy_estimator == "topk_renorm" and self.is_steering:
+            raise ValueError(
+                "entropy_estimator topk_renorm is biased low and for display only: it takes temperature_mode, "
+                "priority_mode, pruning, eviction and speculation off"
+            )
         if self.temperature_mode in thermostat.TARGETED_MODES and self.target() is None:
             raise ValueError(f"temperature_mode {self.temperature_mode} takes target_entropy_nats or mean_entropy_nats")
         if self.verify != "off" and self.eviction != "off":
             raise ValueError("verify takes eviction off: what is evicted cannot be computed again")
         if self.eviction == "budget" and self.block_budget is None:
             raise ValueError("eviction budget takes block_budget")
+
+    @property
+    def is_steering(self) -> bool:
+        """Whether anything is on that entropy may steer, for requests that do not say."""
+        modes = (self.temperature_mode, self.pruning, self.eviction, self.speculation)
+        return self.priority_mode != "fcfs" or any(mode != "off" for mode in modes)
 
     def can_prune(self, sketch_bits: int) -> bool:
         """Whether attention can skip with so many bits of sketch: placebos need none."""

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from etserve.control.entropy import Estimator
 from etserve.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -57,6 +58,7 @@ class EntropySummary(msgspec.Struct, frozen=True, kw_only=True):
     tau_deadband_nats: float = 0.0  # as tau, but blind to changes of up to 0.05 nats
     tau_ratchet_nats: float = 0.0  # fall of the running minimum of the averaged entropy
     surprisal_nats: float = 0.0  # sum of -ln p of the drawn tokens, raw logits
+    entropy_estimator: Estimator = "exact"  # what the entropies were read by
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -170,3 +172,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pruning: str = "off"
     eviction: str = "off"
     kv_protect: bool = False
+    entropy_estimator: Estimator = "exact"  # what entropies are read by

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from etserve.attention.batch import StepBatch
-from etserve.bench.ablate.arms import SKETCH_BITS
+from etserve.bench.ablate.arms import SKETCH_BITS, check_estimator
 from etserve.bench.ablate.drive import Driver
 from etserve.bench.ablate.lab import Lab
 from etserve.bench.ablate.scoring import TextBatch
@@ -22,8 +22,8 @@ from etserve.bench.calibration import Calibration, EpsilonLoss, RiskBin
 from etserve.bench.errors import BenchError
 from etserve.bench.prompts import PromptMaker
 from etserve.config import BLOCK_SIZE, ControlConfig, EngineConfig
-from etserve.kernels import rows
 from etserve.models.types import Decoder
+from etserve.runner.estimating import EntropyReader, reader_of
 
 EPSILONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 MIN_SKIPPING_CONTEXT = 512 + 128 + 1  # below it no decode step of a text skips anything
@@ -43,8 +43,10 @@ def calibrate_model(
 ) -> Calibration:
     """Measure a model. Lengths are cut to its context; where it cannot skip blocks, no epsilon is looked for.
 
-    Raises ModelError for the model, BenchError for a temperature of 0.
+    Entropies are read as the settings say, for the laws will be told them so. Raises ModelError for the model,
+    BenchError for a temperature of 0 or an estimate that steers nothing.
     """
+    check_estimator(config.control)
     lab = Lab(config)
     room = lab.loaded().max_model_len
     output_tokens = min(128, room // 2)
@@ -93,18 +95,27 @@ def measure_written(
         for i in range(num_prompts)
     ]
     blocks = -(-(prompt_tokens + output_tokens) // BLOCK_SIZE) * num_prompts + 1
-    engine = lab.engine(ControlConfig(), 0, num_kv_blocks=blocks)
+    engine = lab.engine(_reading(lab), 0, num_kv_blocks=blocks)
     runs, _ = Driver(engine, arrivals, None, temperature).run()
     found = Written([], [])
     for arrival, run in zip(arrivals, runs, strict=True):
         found.raw_nats.extend(run.entropies)
         text = [*arrival.prompt_token_ids, *run.token_ids]
-        found.controlled_nats.extend(_entropies(lab.loaded().decoder, text, len(arrival.prompt_token_ids), temperature))
+        start, reader = len(arrival.prompt_token_ids), reader_of(lab.config.control)
+        found.controlled_nats.extend(_entropies(lab.loaded().decoder, text, start, temperature, reader))
     return found
 
 
+def _reading(lab: Lab) -> ControlConfig:
+    """Nothing steers; entropies are read as the lab's settings say."""
+    control = lab.config.control
+    return ControlConfig(entropy_estimator=control.entropy_estimator, estimator_top_k=control.estimator_top_k)
+
+
 @torch.inference_mode()
-def _entropies(decoder: Decoder, token_ids: list[int], num_prompt_tokens: int, temperature: float) -> list[float]:
+def _entropies(
+    decoder: Decoder, token_ids: list[int], num_prompt_tokens: int, temperature: float, reader: EntropyReader
+) -> list[float]:
     """H of softmax(logits / temperature) at each output token, from one dense pass."""
     count = len(token_ids) - 1  # the last token's own logits are nobody's
     width = -(-count // BLOCK_SIZE)
@@ -120,7 +131,7 @@ def _entropies(decoder: Decoder, token_ids: list[int], num_prompt_tokens: int, t
     found: list[float] = []
     for start in range(0, len(hidden), 64):
         logits = decoder.logits(hidden[start : start + 64]) / temperature
-        found += rows.row_pass(logits, 0).entropy.tolist()
+        found += reader.row_pass(logits).entropy.tolist()
     return found
 
 

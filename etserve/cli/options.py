@@ -50,6 +50,8 @@ ENGINE_HELP = {
 }
 CONTROL_HELP = {
     "temperature_mode": "What steers each token's temperature.",
+    "entropy_estimator": "What stands for the entropy of a row. topk_renorm is biased low: it steers nothing.",
+    "estimator_top_k": "Likeliest tokens that an estimate goes by.",
     "target_entropy_nats": "Entropy that the temperature is steered to.",
     "mean_entropy_nats": "Calibrated mean entropy of the model: 0.9 of it is the target where none is given.",
     "fixed_temperature": "Of temperature mode fixed.",

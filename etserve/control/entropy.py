@@ -8,6 +8,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Literal
+
+# What stands for the entropy of a row: exact, of all of it; mid, the middle of the bounds from its likeliest tokens;
+# topk_renorm, the entropy of these alone.
+Estimator = Literal["exact", "mid", "topk_renorm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +120,19 @@ def entropy_bounds(top_logits: list[float], log_sum_exp: float, vocab_size: int)
 def topk_renorm_entropy(top_logits: list[float]) -> float:
     """Entropy of the top tokens renormalised: for display only, biased low by up to several nats."""
     return measure(top_logits).entropy_nats
+
+
+def estimate_entropy(estimator: Estimator, top_logits: list[float], log_sum_exp: float, vocab_size: int) -> float:
+    """Entropy that an estimate makes of the `top_logits` of a row (of `vocab_size`): any but the exact one.
+
+    Fewer finite ones than `top_logits` has are all that the row holds. The slow oracle of runner/estimating.py. Raises
+    ValueError for the exact one, which takes the whole row.
+    """
+    if estimator == "exact":
+        raise ValueError("the exact entropy takes the whole row")
+    finite = [z for z in top_logits if math.isfinite(z)]
+    if not finite or not math.isfinite(log_sum_exp):
+        return math.nan
+    if estimator == "topk_renorm":
+        return topk_renorm_entropy(finite)
+    return entropy_bounds(finite, log_sum_exp, vocab_size if len(finite) == len(top_logits) else len(finite)).mid

@@ -24,6 +24,7 @@ from etserve.models.loader import LoadedModel, load_model
 from etserve.models.types import Decoder, KVCache
 from etserve.outputs import GenerateRequest, ModelInfo
 from etserve.runner.device_sampler import DeviceSampler
+from etserve.runner.estimating import EntropyReader, reader_of
 from etserve.runner.grammar import GrammarCompiler
 from etserve.runner.model_runner import ModelRunner, model_shape
 from etserve.runner.sampler import Sampler
@@ -132,8 +133,7 @@ def assemble(
         eos_token_ids,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-    kernels = loaded.kernels
-    sampler = Sampler(eos_token_ids, grammars) if kernels is None else DeviceSampler(eos_token_ids, grammars, kernels)
+    sampler = _sampler(loaded, grammars, reader_of(config.control))
     shape = _model_shape(loaded, block_bytes)
     if memory is None:
         memory = Memory.of(decoder, num_blocks - 1, config.prefix_caching)
@@ -173,8 +173,17 @@ def assemble(
         pruning=config.control.pruning,
         eviction=config.control.eviction,
         kv_protect=config.control.kv_protect,
+        entropy_estimator=config.control.entropy_estimator,
     )
     return EngineParts(config, info, tokenizer, scheduler, runner, sampler, costs, now)
+
+
+def _sampler(loaded: LoadedModel, grammars: GrammarCompiler, reader: EntropyReader) -> Sampler:
+    """It draws where the logits lie."""
+    eos_token_ids, kernels = tuple(loaded.eos_token_ids), loaded.kernels
+    if kernels is None:
+        return Sampler(eos_token_ids, grammars, reader)
+    return DeviceSampler(eos_token_ids, grammars, kernels, reader)
 
 
 def free_bytes(config: EngineConfig) -> int:

@@ -93,7 +93,9 @@ class LLMEngine:
                 self._sampler.forget(seq)
             raise
         for seq in sequences:
-            self._renderers[seq.seq_id] = ChoiceRenderer(seq, self.tokenizer, self._eos_token_ids)
+            self._renderers[seq.seq_id] = ChoiceRenderer(
+                seq, self.tokenizer, self._eos_token_ids, self.info.entropy_estimator
+            )
         self._requests[request.request_id] = sequences
 
     def refuse(self, request: GenerateRequest, error_code: str) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from etserve.control.entropy import Estimator
 from etserve.outputs import (
     EntropySummary,
     FinishReason,
@@ -28,9 +29,13 @@ class ClockAdvance:
 class ChoiceRenderer:
     """What has been said of one sequence. A function of its tokens alone, however they came."""
 
-    def __init__(self, seq: Sequence, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, seq: Sequence, tokenizer: Tokenizer, eos_token_ids: frozenset[int], estimator: Estimator = "exact"
+    ) -> None:
+        """`estimator`: what the sequence's entropies were read by."""
         params = seq.params
         self.seq = seq
+        self._estimator = estimator
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
@@ -85,7 +90,7 @@ class ChoiceRenderer:
             num_output_tokens=seq.num_output_tokens,
             num_drafted_tokens=seq.drafted.num_drafted,
             num_accepted_tokens=seq.drafted.num_accepted,
-            entropy_summary=None if seq.params.trace == "none" else _summary(seq, now),
+            entropy_summary=None if seq.params.trace == "none" else _summary(seq, now, self._estimator),
             timings=_timings(seq, now),
         )
 
@@ -150,7 +155,7 @@ def join(first: SequenceOutput, last: SequenceOutput) -> SequenceOutput:
     )
 
 
-def _summary(seq: Sequence, now: float) -> EntropySummary:
+def _summary(seq: Sequence, now: float, estimator: Estimator) -> EntropySummary:
     clock = seq.clock
     return EntropySummary(
         tau_nats=clock.tau_nats,
@@ -167,6 +172,7 @@ def _summary(seq: Sequence, now: float) -> EntropySummary:
         tau_deadband_nats=clock.tau_deadband_nats,
         tau_ratchet_nats=clock.tau_ratchet_nats,
         surprisal_nats=clock.surprisal_nats,
+        entropy_estimator=estimator,
     )
 
 

@@ -41,6 +41,7 @@ def drafts_ahead(config: ControlConfig, params: SamplingParams) -> bool:
 def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: int, can_evict: bool = True) -> None:
     """Raise RequestError for what this engine cannot do, whatever the load, or out of the laws' bounds."""
     wanted = params.entropic
+    _check_estimator(wanted, config)
     for name, value, most in (
         ("target_entropy_nats", wanted.target_entropy_nats, 20.0),
         ("epsilon", wanted.epsilon, 0.5),
@@ -59,6 +60,16 @@ def check_steering(params: SamplingParams, config: ControlConfig, sketch_bits: i
     spans = wanted.protected_spans
     if len(spans) > MAX_SPANS or any(not 0 <= start <= end for start, end in spans):
         raise _refusal("protected_spans", f"at most {MAX_SPANS} spans, each with 0 <= start <= end")
+
+
+def _check_estimator(wanted: EntropicParams, config: ControlConfig) -> None:
+    """A biased entropy steers nobody, whoever asks."""
+    if config.entropy_estimator != "topk_renorm":
+        return
+    for name in ("temperature_mode", "pruning", "eviction"):
+        if getattr(wanted, name) not in (None, "off"):
+            problem = "this server's entropies are for display only (entropy_estimator topk_renorm)"
+            raise _refusal(name, problem, "unsupported_parameter")
 
 
 def _check_eviction(wanted: EntropicParams, config: ControlConfig, can_evict: bool) -> None:

@@ -69,7 +69,9 @@ class Series:
         for state in BLOCK_STATES:
             self.kv_blocks.labels(state)
         self.build_info = self._gauge(
-            "etserve_build_info", "Always 1: what is running.", ["version", "model_name", "dtype", "backend"]
+            "etserve_build_info",
+            "Always 1: what is running.",
+            ["version", "model_name", "dtype", "backend", "entropy_estimator"],
         )
         self.startup_seconds = self._gauge("etserve_startup_seconds", "Time that a start-up phase took.", ["phase"])
         self.prompt_tokens = self._counter("etserve_prompt_tokens", "Prompt tokens of admitted sequences.")

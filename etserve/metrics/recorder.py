@@ -36,7 +36,8 @@ class Metrics:
 
     def started(self, model: ModelInfo) -> None:
         """Say what is running and how long its start took."""
-        self._series.build_info.labels(__version__, model.model_name, model.dtype, model.backend).set(1)
+        facts = (model.model_name, model.dtype, model.backend, model.entropy_estimator)
+        self._series.build_info.labels(__version__, *facts).set(1)
         for phase, seconds in model.startup_seconds.items():
             self._series.startup_seconds.labels(phase).set(seconds)
 

@@ -13,6 +13,7 @@ from etserve.control.keyed_random import uniform
 from etserve.kernels.cuda import CudaKernels, DeviceRowStats
 from etserve.outputs import TokenLogprobs
 from etserve.plan import Sampled
+from etserve.runner.estimating import EXACT, EntropyReader
 from etserve.runner.grammar import GrammarCompiler
 from etserve.runner.sampler import DrawnRows, Sampler
 from etserve.runner.steering import MIN_TEMPERATURE
@@ -22,8 +23,14 @@ from etserve.sequence import Sequence
 class DeviceSampler(Sampler):
     """As Sampler; the logits that `draw` takes lie on the kernels' device."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None, kernels: CudaKernels) -> None:
-        super().__init__(eos_token_ids, grammars)
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        grammars: GrammarCompiler | None,
+        kernels: CudaKernels,
+        reader: EntropyReader = EXACT,
+    ) -> None:
+        super().__init__(eos_token_ids, grammars, reader)
         self._kernels = kernels
 
     def draw(self, seqs: list[Sequence], logits: torch.Tensor) -> DrawnRows:
@@ -33,7 +40,7 @@ class DeviceSampler(Sampler):
         drawn = DrawnRows()
         if plain:
             some = logits if not others else logits[plain]
-            _draw_plain(self._kernels, [seqs[index] for index in plain], some, drawn)
+            _draw_plain(self._kernels, self._reader, [seqs[index] for index in plain], some, drawn)
         if others:
             rest = super().draw([seqs[index] for index in others], logits[others].cpu())
             drawn.sampled.update(rest.sampled)
@@ -45,15 +52,19 @@ class DeviceSampler(Sampler):
         return not seq.control.is_measured and not self._wishes[seq.seq_id].are_wanted(seq)
 
 
-def _draw_plain(kernels: CudaKernels, seqs: list[Sequence], logits: torch.Tensor, drawn: DrawnRows) -> None:
+def _draw_plain(
+    kernels: CudaKernels, reader: EntropyReader, seqs: list[Sequence], logits: torch.Tensor, drawn: DrawnRows
+) -> None:
     num_top = max((seq.params.logprobs or 0 for seq in seqs), default=0)
-    stats = kernels.row_pass(logits, num_top)
+    stats = kernels.row_pass(logits, reader.num_top(num_top))
     token_ids = stats.argmax
     if not all(seq.params.is_greedy for seq in seqs):
         token_ids = _sampled_ids(kernels, seqs, logits, token_ids)
     floats, ints = _to_host(logits, token_ids, stats)
+    entropies = reader.entropies(floats[:, 1], floats[:, 0], floats[:, 4:], logits.shape[1]).tolist()
     for index, seq in enumerate(seqs):
-        (log_sum_exp, entropy, varentropy, chosen), top_values = floats[index, :4].tolist(), floats[index, 4:]
+        (log_sum_exp, _, varentropy, chosen), top_values = floats[index, :4].tolist(), floats[index, 4:]
+        entropy = entropies[index]
         token_id, nonfinite = ints[index, :2].tolist()
         if nonfinite or not math.isfinite(entropy) or token_id < 0:
             drawn.failed[seq.seq_id] = "model_numerics"

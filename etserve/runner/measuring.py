@@ -10,6 +10,7 @@ from etserve.control.choice import TokenMeasure
 from etserve.kernels import rows
 from etserve.outputs import TokenLogprobs
 from etserve.plan import Sampled
+from etserve.runner.estimating import EntropyReader
 from etserve.sequence import Sequence
 
 Row = NDArray[np.float32]
@@ -87,8 +88,8 @@ def surprisals(logits: torch.Tensor, token_ids: list[int]) -> list[float]:
     return [math.nan if is_bad else nats for is_bad, nats in zip(raw.is_bad.tolist(), found, strict=True)]
 
 
-def entropies(logits: torch.Tensor, token_ids: list[int]) -> list[tuple[float, float]]:
+def entropies(logits: torch.Tensor, token_ids: list[int], reader: EntropyReader) -> list[tuple[float, float]]:
     """Entropy of each row and surprisal -ln p of the token that was drawn from it, in nats."""
-    raw = RawRows(logits.numpy(), rows.row_pass(logits, 0))
+    raw = RawRows(logits.numpy(), reader.row_pass(logits))
     surprisals = [raw.surprisal(index, token_id, 1.0) for index, token_id in enumerate(token_ids)]
     return list(zip(raw.stats.entropy.tolist(), surprisals, strict=True))

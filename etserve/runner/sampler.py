@@ -11,6 +11,7 @@ from etserve.control.choice import NOT_MEASURED
 from etserve.control.keyed_random import uniform
 from etserve.kernels import rows
 from etserve.plan import Sampled
+from etserve.runner.estimating import EXACT, EntropyReader
 from etserve.runner.grammar import GrammarCompiler, GrammarMatcher
 from etserve.runner.measuring import RawRows, entropies
 from etserve.runner.penalties import TokenCounts
@@ -77,9 +78,16 @@ class _Wishes:
 class Sampler:
     """Draws next tokens. Holds per-sequence state that is rebuilt from the tokens alone; `forget` frees it."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None = None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        grammars: GrammarCompiler | None = None,
+        reader: EntropyReader = EXACT,
+    ) -> None:
+        """`reader`: what every entropy is read by, of raw rows and of those that a temperature is steered by."""
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
+        self._reader = reader
         self._wishes: dict[int, _Wishes] = {}
 
     def admit(self, seq: Sequence) -> None:
@@ -105,7 +113,7 @@ class Sampler:
     def draw(self, seqs: list[Sequence], logits: torch.Tensor) -> DrawnRows:
         """Draw one token per row of `logits` (f32 [len(seqs), vocab]), which is overwritten."""
         drawn = DrawnRows()
-        stats = rows.row_pass(logits, max((seq.params.logprobs or 0 for seq in seqs), default=0))
+        stats = self._reader.row_pass(logits, max((seq.params.logprobs or 0 for seq in seqs), default=0))
         raw = RawRows(logits.numpy(), stats)
         tokens = raw.argmax.copy()
         ends = {index: self._end_probability(seq, index, raw) for index, seq in enumerate(seqs)}
@@ -128,18 +136,18 @@ class Sampler:
         `logits`: raw, f32 [R, vocab], of positions position .. position + R - 1; overwritten. Returns their entropies
         and surprisals in nats. One row at a time, for each token's temperature depends on the one before.
         """
-        found = entropies(logits, seq.token_ids[position + 1 : position + 1 + len(logits)])
+        found = entropies(logits, seq.token_ids[position + 1 : position + 1 + len(logits)], self._reader)
         wishes = self._wishes[seq.seq_id]
         for offset, (entropy_nats, _) in enumerate(found):
             measured, next_position = NOT_MEASURED, position + 1 + offset
             if seq.control.measures_temperature:
                 row = logits[offset : offset + 1]
-                stats, changed = rows.row_pass(row, 0), set[int]()
+                stats, changed = self._reader.row_pass(row), set[int]()
                 past = replace(seq, token_ids=seq.token_ids[:next_position])
                 if wishes.are_wanted(past):
                     wishes.apply(row[0].numpy(), past)
                     changed.add(0)
-                steered = SteeredRows([past], row, [0], stats, changed)
+                steered = SteeredRows([past], row, [0], stats, changed, self._reader)
                 measured = steered.measure(0, past, seq.token_ids[next_position], row[0].numpy(), math.nan)
             seq.control = seq.control.observe(entropy_nats, measured)
         return found
@@ -150,8 +158,8 @@ class Sampler:
             return math.nan
         return raw.probability(index, self._wishes[seq.seq_id].end_ids)
 
-    @staticmethod
     def _steer(
+        self,
         seqs: list[Sequence],
         logits: torch.Tensor,
         raw: RawRows,
@@ -163,7 +171,7 @@ class Sampler:
         for index in chosen:
             if seqs[index].params.logprobs is not None:
                 raw.keep(index)
-        steered = SteeredRows(seqs, logits, chosen, raw.stats, changed)
+        steered = SteeredRows(seqs, logits, chosen, raw.stats, changed, self._reader)
         for index in chosen:
             if steered.cuts(seqs[index]):
                 steered.cut(index, seqs[index], raw.logits[index])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from etserve.control.choice import TokenMeasure
 from etserve.kernels import rows
+from etserve.runner.estimating import EntropyReader
 from etserve.sequence import Sequence
 
 MIN_TEMPERATURE = 1e-6  # below this a draw is greedy but for ties, and f32 overflows
@@ -34,11 +35,17 @@ class SteeredRows:
     """
 
     def __init__(
-        self, seqs: list[Sequence], logits: torch.Tensor, chosen: list[int], raw: rows.RowStats, changed: set[int]
+        self,
+        seqs: list[Sequence],
+        logits: torch.Tensor,
+        chosen: list[int],
+        raw: rows.RowStats,
+        changed: set[int],
+        reader: EntropyReader,
     ) -> None:
         """`logits`: f32 [len(seqs), vocab], overwritten. `chosen` ascends.
 
-        `raw` measured all rows before those in `changed` were changed.
+        `raw`: what `reader` measured of all rows before those in `changed` were changed.
         """
         self._found: dict[int, _Distribution] = {}
         values = logits.numpy()  # one row at a time is too little for torch to wake its threads for
@@ -54,7 +61,7 @@ class SteeredRows:
             else:
                 self._take(index, raw, index)
         for begin, end in _runs(fresh):
-            stats = rows.row_pass(logits[begin:end], 0)
+            stats = reader.row_pass(logits[begin:end])
             for index in range(begin, end):
                 self._take(index, stats, index - begin)
 

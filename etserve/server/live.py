@@ -209,7 +209,10 @@ async def describe(request: Request) -> Response:
 
 
 def _model(info: ModelInfo) -> dict[str, Any]:
-    names = ("max_model_len", "num_parameters", "vocab_size", "num_kv_blocks", "block_size", "max_num_seqs", "backend")
+    names = (
+        *("max_model_len", "num_parameters", "vocab_size", "num_kv_blocks", "block_size", "max_num_seqs", "backend"),
+        "entropy_estimator",
+    )
     return {"id": info.model_name, **{name: getattr(info, name) for name in names}}
 
 
@@ -232,4 +235,7 @@ def _options(model: ModelInfo | None) -> dict[str, Any]:
     if model is not None and not model.can_evict:
         reason = "It takes a model without a sliding window."
         options |= {name: {"offered": False, "reason": reason} for name in ("eviction", "block_budget")}
+    if model is not None and model.entropy_estimator == "topk_renorm":
+        reason = "This server's entropies are for display only (--entropy-estimator)."
+        options |= {name: {"offered": False, "reason": reason} for name in ("temperature_mode", "pruning", "eviction")}
     return options

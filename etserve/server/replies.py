@@ -50,7 +50,8 @@ class Usage:
         self._num_output = 0
         self._num_drafted = 0
         self._num_accepted = 0
-        self._entropic: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+        self._estimator = ""
 
     def add(self, prompt_index: int, output: SequenceOutput) -> None:
         """Count a finished choice."""
@@ -61,7 +62,8 @@ class Usage:
             self._num_cached[prompt_index] = output.num_cached_tokens
         if output.entropy_summary is not None:
             for name in _SUMS:
-                self._entropic[name] = self._entropic.get(name, 0) + getattr(output.entropy_summary, name)
+                self._sums[name] = self._sums.get(name, 0) + getattr(output.entropy_summary, name)
+            self._estimator = output.entropy_summary.entropy_estimator
 
     def shape(self) -> dict[str, Any]:
         """OpenAI's usage object; a prompt counts once, however many choices it has.
@@ -81,7 +83,7 @@ class Usage:
                 "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
             }
         if self._facts.trace != "none":
-            usage["entropic"] = self._entropic
+            usage["entropic"] = {**self._sums, "entropy_estimator": self._estimator} if self._sums else {}
         return usage
 
 

@@ -138,3 +138,16 @@ def test_blocks_are_evicted_as_on_the_cpu(emulator: CudaKernels) -> None:
     found = run_one(emulated_engine(emulator, max_model_len=1600), wanted)
     assert evicted(found) == evicted(expected) > 0
     assert found.token_ids == expected.token_ids
+
+
+def test_entropies_are_estimated_as_on_the_cpu(emulator: CudaKernels) -> None:
+    """Plain rows, whose logits stay on the device, and one with wishes, whose logits come to the host."""
+    control = ControlConfig(entropy_estimator="mid", estimator_top_k=5)
+    expected = run(make_engine(control=control), mixed_requests())
+    found = run(emulated_engine(emulator, control=control), mixed_requests())
+    exact = run(make_engine(), mixed_requests())
+    for key, output in found.items():
+        mine, theirs, plain = ([one.entropy_nats for one in o[key].entropies] for o in (found, expected, exact))
+        assert output.token_ids == expected[key].token_ids
+        assert mine == pytest.approx(theirs, abs=2e-3)
+        assert mine != pytest.approx(plain, abs=2e-3)

@@ -158,7 +158,8 @@ def test_the_entropic_record_comes_only_on_request() -> None:
     assert "tokens" not in summary["choices"][0]["entropic"]
     assert summary["usage"]["entropic"]["tau_nats"] == 1.0
     sums = {"tau_nats", "tau_up_nats", "tau_deadband_nats", "tau_ratchet_nats", "nats_resolved", "surprisal_nats"}
-    assert set(summary["usage"]["entropic"]) == sums | {"blocks_evicted"}
+    assert set(summary["usage"]["entropic"]) == sums | {"blocks_evicted", "entropy_estimator"}
+    assert summary["usage"]["entropic"]["entropy_estimator"] == "exact"
     assert sums <= set(summary["choices"][0]["entropic"])
     traced = complete(entropic={"trace": "tokens"}).json()["choices"][0]["entropic"]
     assert len(traced["tokens"]) == 4

@@ -222,6 +222,15 @@ def test_skipping_is_offered_where_sketches_are_kept(bits: int) -> None:
     assert ("sketches" in pruning.get("reason", "")) is (bits == 0)
 
 
+def test_nothing_is_steered_by_entropies_that_are_for_display_only() -> None:
+    engine = FakeEngine(info=fake_model_info(pruning_sketch_bits=2, can_evict=True, entropy_estimator="topk_renorm"))
+    told = call("GET", "/v1/entropic", engine=engine).json()
+    assert told["model"]["entropy_estimator"] == "topk_renorm"
+    for name in ("temperature_mode", "pruning", "eviction"):
+        assert told["options"][name] == {"offered": False, "reason": told["options"][name]["reason"]}
+        assert "display" in told["options"][name]["reason"]
+
+
 @pytest.mark.parametrize("drafter", ["off", "ngram"])
 def test_guessing_is_offered_where_the_server_guesses(drafter: str) -> None:
     engine = FakeEngine(info=fake_model_info(speculation=drafter))

@@ -95,3 +95,13 @@ def test_texts_fit_a_short_context() -> None:
     assert len(texts.cloze) == STANDARD.quality.num_cloze
     for text in (*texts.documents, *texts.cloze, *texts.needles):
         assert 0 < text.first_decoded <= text.first_scored < len(text.token_ids) <= 512
+
+
+def test_the_law_is_told_what_the_estimator_reads_and_the_scores_stay_exact() -> None:
+    often: dict[str, Any] = {"pruning": "on", "epsilon": 0.3, "watchdog_steps": 1, "watchdog_divergence_nats": 20.0}
+    (exact,) = score(TEXTS.documents[:1], **often, jump_nats=50.0)
+    assert exact.divergence_entropies == [h for h in exact.entropies if h in exact.divergence_entropies]
+    (found,) = score(TEXTS.documents[:1], **often, jump_nats=50.0, entropy_estimator="mid", estimator_top_k=2)
+    checked = [h for h, share in zip(found.entropies, found.kept_fractions, strict=True) if share == 1.0]
+    apart = [abs(told - h) for told, h in zip(found.divergence_entropies, checked, strict=True)]
+    assert max(apart) > 0.1

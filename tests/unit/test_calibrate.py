@@ -41,7 +41,7 @@ def found(*losses: tuple[float, float]) -> Calibration:
 def test_entropies_are_of_the_text_written_at_its_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[int], int]] = []
     real = calibrate._entropies
-    monkeypatch.setattr(calibrate, "_entropies", lambda d, ids, n, t: (seen.append((ids, n)), real(d, ids, n, t))[1])
+    monkeypatch.setattr(calibrate, "_entropies", lambda d, ids, n, *x: (seen.append((ids, n)), real(d, ids, n, *x))[1])
     written = measure_written(Lab(CONFIG), temperature=0.7, num_prompts=2, prompt_tokens=21, output_tokens=9)
     assert len(written.raw_nats) == len(written.controlled_nats) == 18
     for which, (ids, num_prompt) in enumerate(seen):
@@ -50,6 +50,19 @@ def test_entropies_are_of_the_text_written_at_its_temperature(monkeypatch: pytes
             log_p = torch.log_softmax(logits / temperature, -1)
             wanted = (-(log_p.exp() * log_p).sum(-1)).tolist()
             assert measured[9 * which : 9 * which + 9] == pytest.approx(wanted, abs=2e-3)
+
+
+def test_entropies_are_read_by_the_estimator_that_is_set() -> None:
+    """The laws will be told estimates, so estimates are what the calibration is of."""
+    reading = msgspec.structs.replace(CONFIG, control=ControlConfig(entropy_estimator="mid", estimator_top_k=3))
+    sizes = {"num_prompts": 1, "prompt_tokens": 21, "output_tokens": 9}
+    exact = measure_written(Lab(CONFIG), temperature=1.0, **sizes)
+    estimated = measure_written(Lab(reading), temperature=1.0, **sizes)
+    assert estimated.controlled_nats == pytest.approx(estimated.raw_nats, abs=2e-3)  # at temperature 1 they are one
+    assert estimated.raw_nats != pytest.approx(exact.raw_nats, abs=0.01)
+    display = msgspec.structs.replace(CONFIG, control=ControlConfig(entropy_estimator="topk_renorm"))
+    with pytest.raises(BenchError, match="display only"):
+        calibrate_model(display, temperature=1.0, num_tokens=64, context_tokens=600)
 
 
 def test_a_greedy_calibration_is_refused() -> None:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etserve.control.entropy import Partial, entropy_bounds, measure, merge, merge_all, topk_renorm_entropy
+from etserve.control.entropy import (
+    Partial,
+    entropy_bounds,
+    estimate_entropy,
+    measure,
+    merge,
+    merge_all,
+    topk_renorm_entropy,
+)
 
 finite = st.floats(-60.0, 60.0)
 rows = st.lists(finite, min_size=1, max_size=200)
@@ -118,3 +126,23 @@ def test_renormalising_the_top_is_biased_low_where_the_tail_is_heavy() -> None:
 def test_bounds_refuse_an_impossible_number_of_top_tokens(count: int) -> None:
     with pytest.raises(ValueError, match="top logits"):
         entropy_bounds([0.0] * count, 1.0, 3)
+
+
+@given(rows, st.integers(1, 64))
+def test_an_estimate_takes_the_top_for_the_row_where_it_has_room_left(logits: list[float], k: int) -> None:
+    measured = measure(logits)
+    top = sorted(logits, reverse=True)[:k]
+    padded = top + [-math.inf] * (k - len(top))
+    bounds = entropy_bounds(top, measured.log_sum_exp, len(logits))
+    assert estimate_entropy("mid", padded, measured.log_sum_exp, len(logits)) == pytest.approx(bounds.mid, abs=1e-9)
+    renormalised = estimate_entropy("topk_renorm", padded, measured.log_sum_exp, len(logits))
+    assert renormalised == topk_renorm_entropy(top)
+    if len(top) == len(logits):
+        assert renormalised == pytest.approx(measured.entropy_nats, abs=1e-9)
+
+
+def test_an_unknown_row_has_no_estimate_and_the_exact_one_is_none() -> None:
+    assert math.isnan(estimate_entropy("mid", [1.0, 0.0], math.nan, 9))
+    assert math.isnan(estimate_entropy("topk_renorm", [-math.inf], -math.inf, 9))
+    with pytest.raises(ValueError, match="whole row"):
+        estimate_entropy("exact", [1.0], 1.0, 1)

@@ -6,8 +6,10 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
+from etserve import __version__
 from etserve.metrics.recorder import Metrics
 from etserve.outputs import EntropySummary, RequestTimings, SequenceOutput, StepStats
+from tests.fakes import fake_model_info
 
 
 def make_stats(**changes: object) -> StepStats:
@@ -29,6 +31,14 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> Metrics:
     return Metrics(registry, routes=["/version"])
+
+
+def test_what_runs_is_told_with_how_it_reads_entropies(metrics: Metrics, registry: CollectorRegistry) -> None:
+    info = fake_model_info(entropy_estimator="mid")
+    metrics.started(info)
+    facts = {"model_name": info.model_name, "dtype": info.dtype, "backend": info.backend}
+    labels = {"version": __version__, "entropy_estimator": "mid", **facts}
+    assert registry.get_sample_value("etserve_build_info", labels) == 1
 
 
 def test_a_step_report_is_added_up(metrics: Metrics, registry: CollectorRegistry) -> None:

@@ -97,6 +97,12 @@ ARMS: dict[str, Arm] = {
 }
 
 
+def check_estimator(control: ControlConfig) -> None:
+    """Raise BenchError where entropies are read in a way that may steer nothing."""
+    if control.entropy_estimator == "topk_renorm":
+        raise BenchError("entropy_estimator topk_renorm is for display only: this takes exact or mid")
+
+
 def placebos_of(name: str) -> list[Arm]:
     """The arms that an arm must beat. The full loop answers for the placebos of its parts elsewhere."""
     return [arm for arm in ARMS.values() if arm.placebo_of == name]

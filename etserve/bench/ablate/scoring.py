@@ -18,6 +18,7 @@ from etserve.engine.building import selection_rule
 from etserve.engine.steering import start_control
 from etserve.kernels.selection import BlockSelection, SelectionRule
 from etserve.models.types import Decoder
+from etserve.runner.estimating import reader_of
 from etserve.runner.skipping import divergence
 from etserve.sampling_params import SamplingParams
 
@@ -33,7 +34,7 @@ class TokenScores:
     kept_fractions: list[float] = field(default_factory=list)
     is_likeliest: list[bool] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)  # KL(dense || skipped) in nats, of the checked steps
-    divergence_entropies: list[float] = field(default_factory=list)  # H of the same steps
+    divergence_entropies: list[float] = field(default_factory=list)  # H of the same steps, as the law is told it
 
     def observe_check(self, entropy_nats: float, divergence_nats: float | None) -> None:
         if divergence_nats is not None:
@@ -70,7 +71,7 @@ class TextBatch:
     @torch.inference_mode()
     def score(self, control: ControlConfig) -> list[TokenScores]:
         """One per text. What a law writes lies behind the beginnings, so laws do not see each other."""
-        rule = selection_rule(control)
+        rule, reader = selection_rule(control), reader_of(control)
         states = [start_control(control, SamplingParams()) for _ in self._texts]
         scores = [TokenScores() for _ in self._texts]
         positions = [text.first_decoded - 1 for text in self._texts]
@@ -79,16 +80,17 @@ class TextBatch:
             logits, measured = self._step(live, at, [states[i] for i in live], rule)
             log_p = torch.log_softmax(logits.double(), -1)
             entropies = (-(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1)).tolist()
+            read = entropies if reader.is_exact else reader.row_pass(logits).entropy.tolist()  # what the law is told
             best = logits.argmax(-1).tolist()
             for row, i in enumerate(live):
-                states[i] = states[i].observe(entropies[row], measured[row])
+                states[i] = states[i].observe(read[row], measured[row])
                 text, target = self._texts[i], self._texts[i].token_ids[positions[i] + 1]
                 if positions[i] + 1 >= text.first_scored:
                     scores[i].nll_nats.append(-float(log_p[row, target]))
                     scores[i].entropies.append(entropies[row])
                     scores[i].kept_fractions.append(measured[row].kept_fraction)
                     scores[i].is_likeliest.append(best[row] == target)
-                    scores[i].observe_check(entropies[row], measured[row].divergence_nats)
+                    scores[i].observe_check(read[row], measured[row].divergence_nats)
                 positions[i] += 1
         return scores
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from etserve import __version__
 from etserve.bench.ablate import workloads as presets
-from etserve.bench.ablate.arms import SKETCH_BITS, select
+from etserve.bench.ablate.arms import SKETCH_BITS, check_estimator, select
 from etserve.bench.ablate.lab import Lab
 from etserve.bench.ablate.progress import Shown
 from etserve.bench.ablate.report import write_report
@@ -36,6 +36,7 @@ def run_session(
 ) -> Path:
     """Run what is missing in `out`, write the report and return its path. Raises BenchError, ModelError."""
     check_libraries()
+    check_estimator(settings.control)
     chosen, base = presets.choose(preset, workloads, rounds), plain(settings.control)
     picked = select(arms)
     lab = Lab(settings.engine)
