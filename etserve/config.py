@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from etserve.control import priority, thermostat
-from etserve.control.draft import DraftLaw, VerifyLaw
+from etserve.control.draft import DEMO_RISKS, DraftLaw, RiskTable, VerifyLaw
 from etserve.control.entropy import Estimator
 from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
@@ -29,6 +29,7 @@ HttpUrl = Annotated[str, msgspec.Meta(pattern=r"^https?://\S+$", max_length=2048
 Fraction = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
 Nats = Annotated[float, msgspec.Meta(ge=0.0, le=20.0)]
 WaitSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
+UpperNats = Annotated[float, msgspec.Meta(gt=0.0, le=20.0)]
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +72,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     verify: Literal["off", "bounded", "lossless"] = "off"  # lossless: held back until then; bounded: only KV is renewed
     verify_budget_nats: Nats = 0.03  # of expected divergence, summed over the tokens since the last time
     verify_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] = 16
+    # (entropy, expected divergence) pairs, calibrated: the first is a bin's upper edge; none: the built-in table
+    verify_risks_nats: tuple[tuple[UpperNats, Nats], ...] = ()
     # under memory pressure, or a sequence's own budget: which blocks give their memory back for good
     eviction: Literal["off", "pressure", "budget"] = "off"  # what a request gets that says nothing of it
     block_budget: Annotated[int, msgspec.Meta(ge=32)] | None = None  # blocks that a sequence holds at most, of budget
@@ -81,6 +84,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.thermostat_law()
         self.priority_law()
         self.pruning_law()
+        self.risk_table()
         if self.entropy_estimator == "topk_renorm" and self.is_steering:
             raise ValueError(
                 "entropy_estimator topk_renorm is biased low and for display only: it takes temperature_mode, "
@@ -132,7 +136,13 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def verify_law(self, mode: Literal["off", "bounded", "lossless"] | None = None) -> VerifyLaw | None:
         """The law in a request's own mode where it gives one; None: nothing is verified."""
         wanted = self.verify if mode is None else mode
-        return None if wanted == "off" else VerifyLaw(wanted, self.verify_budget_nats, self.verify_max_tokens)
+        if wanted == "off":
+            return None
+        return VerifyLaw(wanted, self.verify_budget_nats, self.verify_max_tokens, self.risk_table())
+
+    def risk_table(self) -> RiskTable:
+        """Divergence to expect by entropy: as calibrated, else the built-in one."""
+        return RiskTable.of_bins(self.verify_risks_nats) if self.verify_risks_nats else DEMO_RISKS
 
     def draft_law(self) -> DraftLaw:
         return DraftLaw(self.max_draft_tokens, self.draft_row_cost)
@@ -226,8 +236,10 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "server": ServerConfig,
 }
 # What belongs to a model, and so may come from a file that is looked up by it: it switches nothing on.
-CALIBRATED = frozenset({"mean_entropy_nats", "entropy_low_nats", "entropy_high_nats", "epsilon"})
+CALIBRATED = frozenset({"mean_entropy_nats", "entropy_low_nats", "entropy_high_nats", "epsilon", "verify_risks_nats"})
 _QUARTILES = frozenset({"entropy_low_nats", "entropy_high_nats"})  # one scale: a stronger source replaces both
+_LISTS = frozenset({"api_keys", "allowed_hosts"})
+_PAIRS = frozenset({"verify_risks_nats"})
 _CARRIER = "control"  # the engine's field that holds the table of the same name
 
 
@@ -337,6 +349,14 @@ def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:
     return found
 
 
+def spelled_out(name: str, text: str) -> str | list[str] | list[list[str]]:
+    """A variable's or flag's text as a file spells the field: lists have commas between, pairs a colon within."""
+    if name not in _LISTS | _PAIRS:
+        return text
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return [part.split(":") for part in parts] if name in _PAIRS else parts
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for section, struct in _SECTIONS.items():
@@ -345,8 +365,5 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
                 continue
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
             if text is not None:
-                is_list = field.name in ("api_keys", "allowed_hosts")
-                found.setdefault(section, {})[field.name] = (
-                    [part.strip() for part in text.split(",") if part.strip()] if is_list else text
-                )
+                found.setdefault(section, {})[field.name] = spelled_out(field.name, text)
     return found

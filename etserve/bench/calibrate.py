@@ -68,8 +68,10 @@ def calibrate_model(
         return found
     decoder = lab.loaded(SKETCH_BITS).decoder
     texts = quality_texts(_documents(num_texts, context_tokens), lab.tokenizer, room).documents
-    losses = measure_epsilons(decoder, texts, config.control)
-    return msgspec.structs.replace(found, losses=losses, risks=measure_risks(decoder, texts, config.control))
+    found = msgspec.structs.replace(found, losses=measure_epsilons(decoder, texts, config.control))
+    epsilon = config.control.epsilon if found.epsilon is None else found.epsilon  # that later starts will have
+    risks = measure_risks(decoder, texts, config.control, epsilon=epsilon)
+    return msgspec.structs.replace(found, risks=risks, risk_epsilon=epsilon)
 
 
 def _documents(count: int, context_tokens: int) -> QualityPlan:
@@ -153,11 +155,23 @@ def measure_epsilons(
 
 
 def measure_risks(
-    decoder: Decoder, texts: Sequence[ScoredText], control: ControlConfig, num_bins: int = 8
+    decoder: Decoder,
+    texts: Sequence[ScoredText],
+    control: ControlConfig,
+    num_bins: int = 8,
+    epsilon: float | None = None,
 ) -> list[RiskBin]:
-    """Expected KL(dense || skipped) by entropy: every second step is run both ways, a watchdog's check."""
+    """Expected KL(dense || skipped) by entropy: every second step is run both ways, a watchdog's check.
+
+    `epsilon`: None for that of `control`.
+    """
     law = msgspec.structs.replace(
-        control, pruning="on", epsilon_swing=0.0, watchdog_steps=1, watchdog_divergence_nats=20.0
+        control,
+        pruning="on",
+        epsilon=control.epsilon if epsilon is None else epsilon,
+        epsilon_swing=0.0,
+        watchdog_steps=1,
+        watchdog_divergence_nats=20.0,
     )
     scores = TextBatch(decoder, texts).score(law)
     entropies = np.array([value for found in scores for value in found.divergence_entropies])

@@ -1,5 +1,6 @@
 """What `etserve calibrate` found of a model, and the files that it writes. Entropies in nats."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from etserve.bench.errors import BenchError
 
 MAX_LOSS = 0.003  # relative rise of the mean negative log-likelihood that the chosen epsilon may cost
+MAX_NATS = 20.0  # of an entropy or a divergence in the settings
 
 
 class EpsilonLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     quantiles_nats: dict[str, float]  # of H_raw
     losses: list[EpsilonLoss] = []  # empty: nothing can be skipped
     risks: list[RiskBin] = []
+    risk_epsilon: float | None = None  # that the risks were measured at
 
     @property
     def epsilon(self) -> float | None:
@@ -48,7 +51,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def settings_of(found: Calibration) -> dict[str, float]:
+def settings_of(found: Calibration) -> dict[str, float | list[list[float]]]:
     """Fields of the control section."""
     settings = {"mean_entropy_nats": found.mean_entropy_nats}
     low, high = found.quantiles_nats["0.25"], found.quantiles_nats["0.75"]
@@ -56,7 +59,20 @@ def settings_of(found: Calibration) -> dict[str, float]:
         settings |= {"entropy_low_nats": low, "entropy_high_nats": high}
     if found.epsilon is not None:
         settings["epsilon"] = found.epsilon
-    return {name: round(value, 4) for name, value in settings.items()}
+    rounded: dict[str, float | list[list[float]]] = {name: round(value, 4) for name, value in settings.items()}
+    risks = risk_pairs(found.risks)
+    return {**rounded, "verify_risks_nats": risks} if risks else rounded
+
+
+def risk_pairs(risks: Sequence[RiskBin]) -> list[list[float]]:
+    """[upper edge, mean divergence] of each bin, rounded; a bin that rounding leaves empty goes with the one before."""
+    pairs: list[list[float]] = []
+    for risk in risks:
+        edge, divergence = round(min(risk.high_nats, MAX_NATS), 4), risk.mean_divergence_nats
+        if edge > (pairs[-1][0] if pairs else 0.0):
+            is_bounded = divergence <= MAX_NATS  # a NaN is not
+            pairs.append([edge, round(max(0.0, divergence), 6) if is_bounded else MAX_NATS])
+    return pairs
 
 
 def as_toml(found: Calibration) -> str:
@@ -66,7 +82,7 @@ def as_toml(found: Calibration) -> str:
         f"# {found.temperature:g}. Entropies belong to the model: use this file with no other.",
         "",
         "[control]",
-        *(f"{name} = {value}" for name, value in settings_of(found).items()),
+        *_setting_lines(found),
     ]
     lines += ["", "# quantiles of H_raw, nats: " + ", ".join(f"{q} {h:.3f}" for q, h in found.quantiles_nats.items())]
     if found.losses and found.epsilon is None:
@@ -75,10 +91,18 @@ def as_toml(found: Calibration) -> str:
         lines.append(
             f"# epsilon {loss.epsilon:g}: NLL {loss.relative_loss:+.3%}, reads {loss.kept_share:.1%} of blocks"
         )
-    for risk in found.risks:
-        bounds = f"[{risk.low_nats:.3f}, {risk.high_nats:.3f})"
-        lines.append(f"# H in {bounds}: KL {risk.mean_divergence_nats:.5f} nats over {risk.num_steps} steps")
     return "\n".join(lines) + "\n"
+
+
+def _setting_lines(found: Calibration) -> Iterator[str]:
+    at = "" if found.risk_epsilon is None else f", at epsilon {found.risk_epsilon:g}"
+    for name, value in settings_of(found).items():
+        if isinstance(value, list):
+            yield f"{name} = [  # entropies up to the first: mean KL from dense attention{at}"
+            yield from (f"    {pair}," for pair in value)
+            yield "]"
+        else:
+            yield f"{name} = {value}"
 
 
 def write_calibration(found: Calibration, path: Path) -> None:

@@ -18,6 +18,7 @@ from etserve.config import (
     calibration_folder,
     load_config,
     named_model,
+    spelled_out,
 )
 from etserve.errors import ModelError
 from etserve.models.calibration_files import find_calibration
@@ -49,9 +50,9 @@ ENGINE_HELP = {
     "max_waiting_tokens": "Queue bound in prompt tokens.",
 }
 CONTROL_HELP = {
-    "temperature_mode": "What steers each token's temperature.",
     "entropy_estimator": "What stands for the entropy of a row. topk_renorm is biased low: it steers nothing.",
     "estimator_top_k": "Likeliest tokens that an estimate goes by.",
+    "temperature_mode": "What steers each token's temperature.",
     "target_entropy_nats": "Entropy that the temperature is steered to.",
     "mean_entropy_nats": "Calibrated mean entropy of the model: 0.9 of it is the target where none is given.",
     "fixed_temperature": "Of temperature mode fixed.",
@@ -79,6 +80,7 @@ CONTROL_HELP = {
     "verify": "Whether what was drawn with blocks skipped is computed again densely; lossless: before it is told.",
     "verify_budget_nats": "Expected divergence after which that is done.",
     "verify_max_tokens": "Tokens after which it is done at the latest.",
+    "verify_risks_nats": "Its table: entropies up to H have divergence KL, as H:KL,H:KL,... Default: a built-in one.",
     "kv_protect": "Never skip or evict the blocks of system messages.",
     "eviction": "When blocks are taken from running sequences for good, for requests that do not say.",
     "block_budget": "Blocks that a sequence holds at most under eviction budget.",
@@ -173,9 +175,7 @@ def find_model_calibration(path: Path | None, flags: Mapping[str, Mapping[str, A
 
 
 def _parsed(name: str, value: Any) -> Any:
-    if name == "allowed_hosts" and value is not None:
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
+    return spelled_out(name, value) if isinstance(value, str) else value
 
 
 def _annotation(section: str, name: str) -> Any:

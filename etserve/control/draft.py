@@ -137,6 +137,18 @@ class RiskTable:
         if any(a >= b for a, b in zip(self.entropies_nats, self.entropies_nats[1:], strict=False)):
             raise ValueError("entropies of a risk table must ascend")
 
+    @classmethod
+    def of_bins(cls, bins: Sequence[tuple[float, float]]) -> "RiskTable":
+        """From (upper edge of a bin of entropies, mean divergence within), nats: each mean holds at its bin's middle.
+
+        The first bin begins at 0. Raises ValueError unless the edges ascend from above 0.
+        """
+        lows = [0.0, *(edge for edge, _ in bins)]
+        if any(low >= high for low, (high, _) in zip(lows, bins, strict=False)):
+            raise ValueError("the edges of a risk table's bins must ascend from above 0")
+        middles = tuple(0.5 * (low + high) for low, (high, _) in zip(lows, bins, strict=False))
+        return cls(middles, tuple(divergence for _, divergence in bins))
+
     def risk_nats(self, entropy_nats: float) -> float:
         """Return the expected divergence; infinite for unknown H, so that it is verified at once."""
         if not math.isfinite(entropy_nats):

@@ -167,3 +167,12 @@ def test_a_request_chooses_its_own_verification() -> None:
     for name in "ab":
         engine.abort(name)
     run_steps(engine, [])
+
+
+def test_the_table_of_the_settings_says_how_soon_the_risk_is_spent() -> None:
+    counts = []
+    for risk in (0.0, 0.01, 20.0):  # of every entropy
+        engine = engine_of(verify="bounded", verify_risks_nats=((20.0, risk),), verify_max_tokens=16)
+        _, stats = run_steps(engine, [long_request(max_tokens=40)])
+        counts.append(sum(step.num_verifications for step in stats))
+    assert counts[0] < counts[1] < counts[2]

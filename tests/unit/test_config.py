@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from etserve.config import Config, ControlConfig, EngineConfig, ServerConfig, load_config
-from etserve.control.draft import DraftLaw, VerifyLaw
+from etserve.config import Config, ControlConfig, EngineConfig, ServerConfig, load_config, spelled_out
+from etserve.control.draft import DEMO_RISKS, DraftLaw, VerifyLaw
 from etserve.control.priority import PriorityConfig
 from etserve.control.pruning import PruningConfig
 from etserve.errors import ConfigError
@@ -160,3 +160,20 @@ def test_the_laws_own_defaults_are_the_settings() -> None:
     assert ControlConfig().priority_law() == PriorityConfig()
     assert ControlConfig().draft_law() == DraftLaw()
     assert ControlConfig().verify_law("bounded") == VerifyLaw("bounded")
+
+
+def test_pairs_are_spelt_with_colons_where_there_is_only_text(tmp_path: Path) -> None:
+    pairs = ((0.8, 0.001), (4.5, 0.007))
+    path = toml(tmp_path, "[control]\nverify_risks_nats = [[0.8, 0.001], [4.5, 0.007]]\n")
+    variable = {"ETSERVE_VERIFY_RISKS_NATS": "0.8:0.001, 4.5:0.007,"}
+    flag = {"control": {"verify_risks_nats": spelled_out("verify_risks_nats", "0.8:0.001,4.5:0.007")}}
+    for found in (load_config(path, environment={}), load_config(None, {}, variable), load_config(None, flag, {})):
+        assert found.control.verify_risks_nats == pairs
+        assert found.control.risk_table().risk_nats(9.0) == 0.007
+    assert ControlConfig().risk_table() == DEMO_RISKS
+
+
+@pytest.mark.parametrize("text", ["1", "1:2:3", "2:0.1,1:0.1", "0:0.1", "1:-0.1", "1:x", "nan:0.1", "inf:0.1"])
+def test_a_table_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"verify_risks_nats|risk table"):
+        load_config(environment={"ETSERVE_VERIFY_RISKS_NATS": text})

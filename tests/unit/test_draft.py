@@ -176,3 +176,16 @@ def test_sure_stretches_run_long_and_lost_ones_are_checked_at_once() -> None:
     assert run_length(5.0) == 1
     assert run_length(math.nan) == 1
     assert not DraftRun().is_check_due(0.0, 1)
+
+
+def test_a_table_of_bins_has_each_mean_at_its_bins_middle() -> None:
+    table = RiskTable.of_bins([(1.0, 0.001), (3.0, 0.005), (4.0, 0.004)])
+    assert table == RiskTable((0.5, 2.0, 3.5), (0.001, 0.005, 0.004))
+    assert [table.risk_nats(h) for h in (0.0, 0.5, 1.25, 9.0)] == pytest.approx([0.001, 0.001, 0.003, 0.004])
+    assert RiskTable.of_bins([(20.0, 0.7)]).risk_nats(3.0) == 0.7
+
+
+@pytest.mark.parametrize("edges", [(1.0, 1.0), (2.0, 1.0), (0.0, 1.0)])
+def test_bins_that_do_not_ascend_are_refused(edges: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="risk table"):
+        RiskTable.of_bins([(edge, 0.1) for edge in edges])
