@@ -1,11 +1,12 @@
-"""`etserve bench step`: where a decode step's time goes, over batch sizes and contexts.
+"""`etserve bench step`: where a decode step's time goes, over batch sizes and contexts, under the settings given.
 
-The contexts are never read: their blocks are filled with a constant and announced as cached, which costs a dense step
-exactly what real ones cost. So nothing is skipped here; see `etserve ablate` for that.
+Without skipping the contexts are never read (see contexts.py); where blocks are skipped they are text that the model
+has read. What would change the make-up of a step is refused: drafts, verification, eviction.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,19 +14,21 @@ import torch
 
 from etserve.bench import ceilings
 from etserve.bench.ablate.lab import Lab
+from etserve.bench.ablate.quality import settings_of
 from etserve.bench.ceilings import Ceilings
+from etserve.bench.contexts import ConstantContexts, Contexts, TextContexts
 from etserve.bench.errors import BenchError
 from etserve.bench.phases import MeasuresPhases, measured
-from etserve.config import BLOCK_SIZE, ControlConfig
+from etserve.config import BLOCK_SIZE, EngineConfig
 from etserve.engine.building import Memory
 from etserve.engine.llm_engine import LLMEngine
 from etserve.kernels import rows
+from etserve.models.loader import LoadedModel
 from etserve.outputs import GenerateRequest, StepStats
+from etserve.runner.estimating import EntropyReader, reader_of
 from etserve.sampling_params import SamplingParams
-from etserve.sequence import Sequence as TokenSequence
 
 _WARM_STEPS = 2
-_FILL = 0.01  # of keys and values: untouched memory would be one page, read from the cache
 _TOP = 20  # likeliest tokens of the row pass
 _PRODUCTS = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # torch has them too, as its own kernels
 Progress = Callable[[str], None]
@@ -33,7 +36,11 @@ _Timed = tuple[StepStats, dict[str, float]]  # and the seconds by phase
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the faster half of the steps of one batch size and context. Everything is of one step."""
+    """Means over the steps of one batch size and context. Everything is of one step.
+
+    Dense steps all do the same, so the faster half of them counts; where blocks are skipped, all count: some may be
+    dense, and the rest are not alike.
+    """
 
     num_sequences: int
     context_tokens: int
@@ -46,6 +53,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: float
     weight_bytes: int
     ceiling_seconds: float
+    kept_share: float = 1.0  # of the KV blocks, that attention read
 
     @property
     def python_seconds(self) -> float:
@@ -71,24 +79,31 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     gb_per_second: float
     gflop_per_second: float | None  # None: the weights are in a format of which no ceiling is known
     profiles: list[StepProfile]
+    settings: dict[str, Any] = {}  # of the control loop and its sketches, where they are not the defaults
 
 
 def profile_steps(
     lab: Lab, batches: Sequence[int], contexts: Sequence[int], num_steps: int, progress: Progress = lambda _: None
 ) -> StepReport:
-    """Every batch size at every context. Raises BenchError where the model does not hold a context, or cannot tell."""
-    loaded = lab.loaded()
-    if not isinstance(loaded.decoder, MeasuresPhases):
-        raise BenchError(f"the backend {loaded.decoder.backend} times no phases: this takes the native one")
-    for context in contexts:
-        if context + num_steps + _WARM_STEPS + 1 > loaded.max_model_len:
-            raise BenchError(f"a context of {context} tokens does not leave {num_steps} of {loaded.max_model_len}")
+    """Every batch size at every context. Raises BenchError where the model does not hold a context, or cannot tell.
+
+    Steps run under the lab's own settings; BenchError as well for those that `check_settings` refuses.
+    """
+    check_settings(lab.config)
+    bits = lab.config.pruning_sketch_bits
+    loaded = lab.loaded(bits)
+    _check_model(loaded, max(contexts), num_steps)
     limits = ceilings.measure(_PRODUCTS.get(loaded.dtype))
+    is_skipping = lab.config.control.pruning == "on"
+    source: Contexts = TextContexts(lab, bits) if is_skipping else ConstantContexts(lab, bits)
     profiles = []
     for context in contexts:
-        memory = _filled(lab, max(batches), context + num_steps + _WARM_STEPS + 1)
+        memory = source.memory(max(batches), context + num_steps + _WARM_STEPS + 1)
         for batch in batches:
-            profiles.append(_profile(lab, memory, batch, context, num_steps, limits))
+            prompts = source.prompts(batch, context)
+            source.prepare(memory, prompts)
+            timed = _time_steps(lab, memory, prompts, num_steps)
+            profiles.append(_summarise(context, timed, lab, limits, len(prompts)))
             progress(f"{batch} sequences at {context} tokens")
     return StepReport(
         model=lab.model_name,
@@ -97,56 +112,30 @@ def profile_steps(
         gb_per_second=limits.gb_per_second,
         gflop_per_second=limits.gflop_per_second,
         profiles=profiles,
+        settings=settings_of(lab.config.control) | ({"pruning_sketch_bits": bits} if bits else {}),
     )
 
 
-def _blocks(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_SIZE)
+def _check_model(loaded: LoadedModel, context: int, num_steps: int) -> None:
+    if not isinstance(loaded.decoder, MeasuresPhases):
+        raise BenchError(f"the backend {loaded.decoder.backend} times no phases: this takes the native one")
+    if context + num_steps + _WARM_STEPS + 1 > loaded.max_model_len:
+        raise BenchError(f"a context of {context} tokens does not leave {num_steps} of {loaded.max_model_len}")
 
 
-def _filled(lab: Lab, num_sequences: int, num_tokens: int) -> Memory:
-    memory = lab.memory(0, num_sequences * (_blocks(num_tokens) + 1) + 8)
-    tensor = getattr(memory.cache, "tensor", None)
-    if not isinstance(tensor, torch.Tensor):
-        raise BenchError("this backend's cache cannot be filled")
-    tensor.fill_(_FILL)
-    return memory
+def check_settings(config: EngineConfig) -> None:
+    """Raise BenchError for what makes a step more, or something else, than one token of each sequence."""
+    for name in ("speculation", "verify", "eviction"):
+        if getattr(config.control, name) != "off":
+            raise BenchError(f"{name} is not profiled: steps would not be of one token each; set it off")
 
 
-def _prompt(index: int, context: int, vocab: int) -> list[int]:
-    """Different ones: a shared block would be read from the cache."""
-    generator = np.random.default_rng((index, context))
-    return [int(token) for token in generator.integers(0, vocab, context)]
-
-
-def _announce(memory: Memory, index: int, prompt: list[int]) -> None:
-    """Have the memory take its constant for this prompt's entries."""
-    seq = TokenSequence(
-        seq_id=-1 - index,
-        request_id="bench",
-        choice=0,
-        params=SamplingParams(),
-        seed=0,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        max_output_tokens=0,
-        arrival_seconds=0.0,
-    )
-    if memory.manager.admit(seq) is None:
-        raise BenchError(f"no room for {len(prompt)} tokens")
-    seq.num_computed_tokens = len(prompt)
-    memory.manager.commit(seq)
-    memory.manager.free(seq)
-
-
-def _profile(lab: Lab, memory: Memory, batch: int, context: int, num_steps: int, limits: Ceilings) -> StepProfile:
-    loaded = lab.loaded()
-    prompts = [_prompt(index, context, loaded.spec.vocab_size) for index in range(batch)]
-    for index, prompt in enumerate(prompts):
-        _announce(memory, index, prompt)
+def _time_steps(lab: Lab, memory: Memory, prompts: list[list[int]], num_steps: int) -> list[_Timed]:
+    """Decode steps of all prompts side by side."""
+    control, bits, batch = lab.config.control, lab.config.pruning_sketch_bits, len(prompts)
     engine = lab.engine(
-        ControlConfig(),
-        0,
+        control,
+        bits,
         num_kv_blocks=memory.cache.num_blocks - 1,
         max_num_seqs=batch,
         max_step_tokens=max(512, batch * BLOCK_SIZE),
@@ -159,45 +148,55 @@ def _profile(lab: Lab, memory: Memory, batch: int, context: int, num_steps: int,
         engine.step()
     timed: list[_Timed] = []
     for _ in range(num_steps):
-        with measured(loaded.decoder) as phases:
+        with measured(lab.loaded(bits).decoder) as phases:
             stats = engine.step()[1]
         timed.append((stats, phases))
     _drain(engine)
-    return _summarise(batch, context, timed, lab, limits)
+    return timed
 
 
-def _summarise(batch: int, context: int, timed: Sequence[_Timed], lab: Lab, limits: Ceilings) -> StepProfile:
+def _summarise(context: int, timed: Sequence[_Timed], lab: Lab, limits: Ceilings, batch: int) -> StepProfile:
     if any(stats.num_decode_tokens != batch or stats.num_prefill_tokens for stats, _ in timed):
         raise BenchError(f"{batch} sequences at {context} tokens did not decode side by side")
-    fast = sorted(timed, key=lambda each: each[0].step_seconds)[: (len(timed) + 1) // 2]
+    config = lab.config
+    if config.control.pruning == "on":
+        counted = list(timed)
+    else:
+        counted = sorted(timed, key=lambda each: each[0].step_seconds)[: (len(timed) + 1) // 2]
 
     def mean(of: Callable[[StepStats], float]) -> float:
-        return float(np.mean([of(stats) for stats, _ in fast]))
+        return float(np.mean([of(stats) for stats, _ in counted]))
 
-    loaded = lab.loaded()
+    loaded = lab.loaded(config.pruning_sketch_bits)
     flops, num_bytes, weight_bytes = mean(lambda s: s.flops), mean(lambda s: s.bytes_read), loaded.decoder.weight_bytes
     return StepProfile(
         num_sequences=batch,
         context_tokens=context,
-        num_steps=len(fast),
+        num_steps=len(counted),
         step_seconds=mean(lambda s: s.step_seconds),
-        phases={name: float(np.mean([phases[name] for _, phases in fast])) for name in fast[0][1]},
-        row_seconds=_row_seconds(batch, loaded.spec.vocab_size),
+        phases={name: float(np.mean([phases[name] for _, phases in counted])) for name in counted[0][1]},
+        row_seconds=_row_seconds(batch, loaded.spec.vocab_size, reader_of(config.control)),
         schedule_seconds=mean(lambda s: s.schedule_seconds),
         flops=flops,
         bytes_read=num_bytes,
         weight_bytes=weight_bytes,
         ceiling_seconds=limits.seconds(weight_bytes, num_bytes - weight_bytes, flops),
+        kept_share=mean(lambda s: _kept_share(s, batch)),
     )
 
 
-def _row_seconds(num_rows: int, vocab: int) -> float:
+def _kept_share(stats: StepStats, batch: int) -> float:
+    """Mean over the sequences of a step; those that might not skip read every block."""
+    return (sum(stats.kept_fractions) + batch - len(stats.kept_fractions)) / batch
+
+
+def _row_seconds(num_rows: int, vocab: int, reader: EntropyReader) -> float:
     """Best of a few: measure and draw so many rows."""
     logits = torch.randn(num_rows, vocab)
     best = float("inf")
     for _ in range(8):
         begin = time.perf_counter()
-        rows.row_pass(logits, _TOP)
+        reader.row_pass(logits, _TOP)
         rows.sample(logits, 1.0, 0, 1.0, 0.0, 0.5)
         best = min(best, time.perf_counter() - begin)
     return best

@@ -25,6 +25,7 @@ HEADER = [
     "rows",
     "scheduling",
     "Python",
+    "blocks read",
     "MB read",
     "GFLOP",
     "GB/s (of the ceiling)",
@@ -49,6 +50,7 @@ def _row(report: StepReport, each: StepProfile) -> list[str]:
         str(each.context_tokens),
         shown(each.step_seconds, 1e3, 2),
         *(shown(seconds, 1e3, 2) for seconds in (*inside, *outside)),
+        f"{each.kept_share:.0%}",
         shown(each.bytes_read, 1e-6, 0),
         shown(each.flops, 1e-9, 2),
         f"{each.gb_per_second:.1f} ({each.gb_per_second / report.gb_per_second:.0%})",
@@ -64,16 +66,18 @@ def _products(each: StepProfile, ceiling: float | None) -> str:
 
 
 def facts(report: StepReport) -> str:
-    """What the table is of, in a sentence."""
+    """What the table is of, in a sentence or two."""
     products = (
         "no ceiling of products is known for these weights, so bytes alone bound a step."
         if report.gflop_per_second is None
         else f"{report.gflop_per_second:.0f} GFLOP/s in a large matrix product."
     )
-    return (
+    sentence = (
         f"{report.model}, {report.dtype}, {report.backend}. Ceilings of this machine, measured: "
         f"{report.gb_per_second:.1f} GB/s read; {products}"
     )
+    chosen = [f"{name} {value}" for name, value in report.settings.items() if not isinstance(value, list | tuple)]
+    return f"{sentence} Settings: {', '.join(chosen)}." if chosen else sentence
 
 
 def as_markdown(report: StepReport) -> str:

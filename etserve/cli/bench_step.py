@@ -17,7 +17,7 @@ Plot = Annotated[Path | None, typer.Option(help="Picture (PNG): cost by batch an
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Everything as JSON.")]
 
 
-@with_config_options("engine")
+@with_config_options("engine", "control")
 def step(
     model: ModelArgument = None,
     sequences: Batches = "1,2,4,8,16",
@@ -29,7 +29,10 @@ def step(
     *,
     flags: dict[str, dict[str, Any]],
 ) -> None:
-    """Print where a decode step's time goes, its bytes and FLOPs, and how near the machine's limits it comes."""
+    """Print where a decode step's time goes, its bytes and FLOPs, and how near the machine's limits it comes.
+
+    Steps run under the control settings given; where these skip blocks, over text that the model reads first.
+    """
     batches, lengths = counts(sequences, "sequences"), counts(contexts, "contexts")
     settings = read_config(config, flags, model)
     try:
