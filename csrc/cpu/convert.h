@@ -45,5 +45,13 @@ namespace {
   return static_cast<uint16_t>(sign | (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);
 }
 
+// As to_f16, but what is finite stays finite: at most 65504. Behind a mask infinity is not harmless: 0 * inf is NaN.
+[[maybe_unused]] inline uint16_t to_finite_f16(float value) {
+  const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffffu;
+  const bool is_beyond = magnitude >= 0x477ff000u && magnitude < 0x7f800000u;
+  if (is_beyond) return static_cast<uint16_t>((bits >> 16 & 0x8000u) | 0x7bffu);
+  return to_f16(value);
+}
+
 }  // namespace
 }  // namespace etserve::cpu

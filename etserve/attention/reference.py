@@ -6,7 +6,7 @@ import torch
 
 from etserve.attention.backend import AttentionShape, PagedKV
 from etserve.attention.batch import StepBatch
-from etserve.kernels.reference_attention import BLOCK_SIZE, masked_attention, round_to_bytes, slot_mapping
+from etserve.kernels.reference_attention import BLOCK_SIZE, masked_attention, narrow, round_to_bytes, slot_mapping
 from etserve.kernels.reference_selection import RowChoice, choose_for_row
 
 
@@ -54,7 +54,7 @@ class ReferenceAttention:
 
     def _stored(self, entries: torch.Tensor) -> torch.Tensor:
         if not self._is_rounded:
-            return entries.to(self._dtype)
+            return narrow(entries, self._dtype)
         codes, scales = round_to_bytes(entries)
         return codes * scales
 

@@ -5,7 +5,8 @@ head (csrc/cpu/kv_layout.h):
     float32             keys [head_dim][16]          values [16][head_dim]
     bfloat16, float16   keys [head_dim / 2][16][2]   values [8][head_dim][2]
     int8                keys [head_dim / 4][16][4]   values [4][head_dim][4], then the tokens' scales, float32 [16]
-An int8 entry is code * scale, the scale of a token and KV head its largest magnitude / 127.
+An int8 entry is code * scale, the scale of a token and KV head its largest magnitude / 127. A float16 entry that
+is finite stays finite: at most 65504.
 """
 
 import numpy as np
@@ -42,6 +43,14 @@ def round_to_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is_usable = (scales > 0.0) & scales.isfinite()
     codes = torch.where(is_usable, wide * (1.0 / scales), 0.0).round().to(torch.int8)
     return codes, torch.where(scales.isfinite(), scales, float("nan"))
+
+
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the dtype of a cache, not int8. What is finite stays finite: behind a mask 0 * inf would be NaN."""
+    if dtype == torch.float16:
+        most = torch.finfo(dtype).max
+        x = torch.where(x.isfinite(), x.clamp(-most, most), x)
+    return x.to(dtype)
 
 
 def token_positions(query_start: Int32, context_lens: Int32) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -87,8 +96,8 @@ def write_kv(cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot
         scales = _scales(cache)
         keys, scales[block, 0, :, offset] = _split_scales(keys)
         values, scales[block, 1, :, offset] = _split_scales(values)
-    key_view[block, :, :, offset] = keys.to(cache.dtype).view(num_tokens, num_kv_heads, head_dim // pair, pair)
-    value_view[block, :, offset // pair, :, offset % pair] = values.to(cache.dtype)
+    key_view[block, :, :, offset] = narrow(keys, cache.dtype).view(num_tokens, num_kv_heads, head_dim // pair, pair)
+    value_view[block, :, offset // pair, :, offset % pair] = narrow(values, cache.dtype)
 
 
 def _split_scales(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import torch
 
 from etserve.attention.backend import AttentionShape
 from etserve.attention.native import NativeAttention
+from etserve.attention.reference import ReferenceAttention
 from etserve.kernels.attention import paged_attention
 from etserve.kernels.elementwise import rope_and_write
 from etserve.kernels.reference_attention import (
@@ -76,6 +77,45 @@ def test_the_native_write_stores_the_bits_of_the_reference(isa: str, dtype: torc
     _, keys, values = qkv.view(37, 3, 2, head_dim).unbind(1)
     write_kv(expected, keys, values, slots.numpy())
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_float16_entry_that_is_finite_stays_finite(isa: str) -> None:
+    """Natively and in the reference, to the bit; what is infinite is not hidden."""
+    edges = torch.tensor([65504.0, 65519.0, -65520.0, 7e4, -1e6, 3e38, -3e38, 1.0])
+    qkv = edges.repeat(3, 12)  # two heads each of 16
+    qkv[1, 5 * 16] = float("inf")  # of a value: a key would be turned
+    cache = torch.zeros(1, 2, 2, kv_head_size(16, torch.float16), dtype=torch.float16)
+    expected = cache.clone()
+    rotation = torch.ones(3, 8), torch.zeros(3, 8)
+    rope_and_write(qkv, torch.arange(3, dtype=torch.int32), torch.arange(3), rotation, cache, num_heads=2)
+    _, keys, values = qkv.view(3, 3, 2, 16).unbind(1)
+    write_kv(expected, keys, values, np.arange(3))
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+    found = torch.stack(gather_kv(cache, np.array([0], np.int32), 3))
+    assert (~found.isfinite()).nonzero().tolist() == [[1, 1, 1, 0]]
+    assert found[0, 0, 0, :8].tolist() == [65504.0, 65504.0, -65504.0, 65504.0, -65504.0, 65504.0, -65504.0, 1.0]
+
+
+def test_what_a_rejected_draft_would_have_written_does_not_reach_the_rows_before_it(isa: str) -> None:
+    """It is behind them in the same step: hidden, but 0 * inf would be NaN."""
+
+    def first_row(value: float, dtype: torch.dtype) -> torch.Tensor:
+        qkv = torch.ones(2, 3 * 16)
+        qkv[1, 2 * 16 + 3] = value
+        cache = torch.zeros(1, 2, 1, kv_head_size(16, dtype), dtype=dtype)
+        rotation = torch.ones(2, 8), torch.zeros(2, 8)
+        q = rope_and_write(qkv, torch.arange(2, dtype=torch.int32), torch.arange(2), rotation, cache, 1)
+        starts, two = np.array([0, 2], np.int32), np.array([2], np.int32)
+        return paged_attention(q, cache, starts, two, np.zeros((1, 1), np.int32), scale=0.25)[0][0]
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int8):
+        assert torch.equal(first_row(1e6, dtype), first_row(1.0, dtype))
+
+
+def test_the_slow_oracle_stores_float16_as_the_cache_does() -> None:
+    oracle = ReferenceAttention(AttentionShape(1, 1, 1, 2, 1.0), torch.float16)
+    stored = oracle._stored(torch.tensor([[[1e6, -7e4]], [[float("inf"), 2.0]]]))
+    assert stored.tolist() == [[[65504.0, -65504.0]], [[float("inf"), 2.0]]]
 
 
 def test_int8_entries_are_within_half_a_step_and_what_is_not_finite_stays_visible() -> None:

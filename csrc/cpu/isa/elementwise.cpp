@@ -64,7 +64,7 @@ void write_key(const RopeArgs& a, char* head, int offset, const float* x) {
     uint16_t* out = reinterpret_cast<uint16_t*>(head) + 2 * offset;
     const bool is_bf16 = a.kv_type == DType::bf16;
     for (int d = 0; d < a.head_dim; ++d)
-      out[d / 2 * (2 * kBlockSize) + d % 2] = is_bf16 ? to_bf16(x[d]) : to_f16(x[d]);
+      out[d / 2 * (2 * kBlockSize) + d % 2] = is_bf16 ? to_bf16(x[d]) : to_finite_f16(x[d]);
   }
 }
 
@@ -79,7 +79,7 @@ void write_value(const RopeArgs& a, char* head, int offset, const float* x) {
   } else {
     uint16_t* out = reinterpret_cast<uint16_t*>(head) + offset / 2 * (2 * a.head_dim) + offset % 2;
     const bool is_bf16 = a.kv_type == DType::bf16;
-    for (int d = 0; d < a.head_dim; ++d) out[2 * d] = is_bf16 ? to_bf16(x[d]) : to_f16(x[d]);
+    for (int d = 0; d < a.head_dim; ++d) out[2 * d] = is_bf16 ? to_bf16(x[d]) : to_finite_f16(x[d]);
   }
 }
 
