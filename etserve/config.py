@@ -191,8 +191,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raises ValueError for settings that contradict each other."""
         if self.control.pruning == "on" and not self.control.can_prune(self.pruning_sketch_bits):
             raise ValueError("pruning takes pruning_sketch_bits of 1 or 2")
+        if self.control.verify != "off" and not self.control.can_prune(self.pruning_sketch_bits):
+            raise ValueError("verify takes pruning_sketch_bits of 1 or 2: without them nothing is ever skipped")
         if self.device == "cuda" and self.quantize != "none":
             raise ValueError("device cuda runs float weights only: quantize none")
+        keeps_weights_dtype = self.device == "cuda" and self.backend != "torch"
+        if keeps_weights_dtype and self.kv_dtype in ("float32", "int8") and self.kv_dtype != self.dtype:
+            raise ValueError(f"kv_dtype {self.kv_dtype}: device cuda keeps the KV cache in the weights' dtype (auto)")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

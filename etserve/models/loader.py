@@ -84,7 +84,7 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
 
 
 def choose(config: EngineConfig, checkpoint: Checkpoint) -> Choice:
-    """What the settings make of a checkpoint. Raises ConfigError for a context that it does not have."""
+    """What the settings make of a checkpoint. Raises ConfigError for a context or KV dtype that it cannot have."""
     dtype = checkpoint.weights.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     length, blocks = _context_length(config, checkpoint.spec), _block_source(config, checkpoint)
     return Choice(dtype, _kv_dtype(config, dtype), length, blocks)
@@ -213,7 +213,11 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
         return dtype
     if config.kv_dtype == "auto":
         return torch.float32 if dtype == torch.float32 else torch.bfloat16
-    return KV_DTYPES[config.kv_dtype]
+    wanted = KV_DTYPES[config.kv_dtype]
+    if config.device == "cuda" and config.backend != "torch" and wanted != dtype:
+        given = f"kv_dtype {config.kv_dtype}"
+        raise ConfigError(f"{given}: device cuda keeps the KV cache in the weights' dtype, {_name(dtype)} (auto)")
+    return wanted
 
 
 def _name(dtype: torch.dtype) -> str:

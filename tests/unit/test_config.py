@@ -85,6 +85,22 @@ def test_a_wrong_value_stops_the_start_and_names_the_field(section: str, field: 
         load_config(None, {section: {field: value}}, {})
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float32"])
+def test_on_a_gpu_a_kv_cache_of_another_dtype_than_the_weights_is_refused(kv_dtype: str) -> None:
+    engine = {"device": "cuda", "kv_dtype": kv_dtype}
+    for more in ({}, {"dtype": "bfloat16"}):
+        with pytest.raises(ConfigError, match=f"kv_dtype {kv_dtype}: .*weights' dtype"):
+            load_config(None, {"engine": {**engine, **more}}, {})
+    assert load_config(None, {"engine": {**engine, "backend": "torch"}}, {}).engine.kv_dtype == kv_dtype
+    load_config(None, {"engine": {"device": "cuda", "kv_dtype": "float32", "dtype": "float32"}}, {})
+
+
+def test_verification_without_anything_to_skip_by_is_refused() -> None:
+    with pytest.raises(ConfigError, match="verify takes pruning_sketch_bits"):
+        load_config(None, {"control": {"verify": "bounded"}}, {})
+    load_config(None, {"control": {"verify": "bounded"}, "engine": {"pruning_sketch_bits": 2}}, {})
+
+
 def test_an_unknown_field_or_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="threds"):
         load_config(toml(tmp_path, "[engine]\nthreds = 2\n"), environment={})

@@ -14,7 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from etserve.config import EngineConfig
 from etserve.errors import ConfigError, ModelError
 from etserve.models.files import ModelFiles, resolve_model
-from etserve.models.loader import LoadedModel, load_model, open_checkpoint
+from etserve.models.loader import LoadedModel, choose, load_model, open_checkpoint
 from tests.unit.model_helpers import UNIT_MODEL, demo_oracle, needs_demo, run_chunks, save_tiny, transformers_logits
 
 ODD = {"hidden_size": 108, "intermediate_size": 83}  # head_dim 18; the native kernels start at 16
@@ -97,6 +97,16 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
     with pytest.raises(ConfigError, match="max_model_len 257 is beyond the model's own context of 256"):
         load_model(EngineConfig(max_model_len=257), ModelFiles("tiny", folder=tmp_path))
+
+
+def test_a_kv_dtype_that_a_gpu_cannot_have_is_refused_before_a_weight_is_read() -> None:
+    checkpoint = open_checkpoint(UNIT_MODEL)
+    config = EngineConfig(device="cuda", kv_dtype="float16")
+    with pytest.raises(ConfigError, match=r"kv_dtype float16: .* the weights' dtype, bfloat16"):
+        choose(config, checkpoint)
+    assert choose(EngineConfig(device="cuda", kv_dtype="bfloat16"), checkpoint).kv_dtype == torch.bfloat16
+    slow = EngineConfig(device="cuda", kv_dtype="float16", backend="torch")
+    assert choose(slow, checkpoint).kv_dtype == torch.float16
 
 
 def test_yarn_reaches_as_far_as_it_stretches(tmp_path: Path) -> None:
