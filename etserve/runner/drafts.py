@@ -59,13 +59,13 @@ def draw_in_order(
 class _Pursuit:
     """One sequence on its way along its draft, as it will be once its tokens are taken in; the real one stays."""
 
-    ahead: Sequence
+    ahead: Sequence  # the real one until a drafted token is accepted: most drafts are not worth a copy of all tokens
     draft: tuple[int, ...]
     row: int  # of the logits, whose token was drawn last
     num_accepted: int = 0
 
     def __init__(self, draw: Draw, row: int) -> None:
-        self.ahead = replace(draw.seq, token_ids=draw.seq.token_ids.copy())
+        self.ahead = draw.seq
         self.draft = draw.draft
         self.row = row
         self.num_accepted = 0
@@ -80,6 +80,8 @@ class _Pursuit:
         )
         if sampled is None or not is_accepted:
             return False
+        if self.num_accepted == 0:
+            self.ahead = replace(self.ahead, token_ids=self.ahead.token_ids.copy())
         self.ahead.token_ids.append(sampled.token_id)
         self.ahead.control = self.ahead.control.observe(sampled.entropy_nats, sampled.measured)
         self.num_accepted += 1
