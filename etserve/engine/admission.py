@@ -1,7 +1,7 @@
 """Who is let in, and what those who are not are told. Plain numbers; no clock of its own, no engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etserve.config import EngineConfig
 from etserve.errors import OverloadedError, PromptTooLongError, RequestError
@@ -69,21 +69,24 @@ class Rates:
     tokens_per_second: float = 0.0
     tau_nats_per_second: float = 0.0
     output_tokens: float = 0.0  # per finished choice
+    uncounted_seconds: float = 0.0  # of the latest steps, which computed nothing that counts (guesses to be verified)
 
     def after_step(self, stats: StepStats) -> "Rates":
         if stats.step_seconds <= 0.0:
             return self
         num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
+        seconds = self.uncounted_seconds + stats.step_seconds
         if num_tokens == 0:
-            return self
-        return Rates(
-            tokens_per_second=_mean(self.tokens_per_second, num_tokens / stats.step_seconds),
-            tau_nats_per_second=_mean(self.tau_nats_per_second, stats.tau_nats / stats.step_seconds),
-            output_tokens=self.output_tokens,
+            return replace(self, uncounted_seconds=seconds)
+        return replace(
+            self,
+            tokens_per_second=_mean(self.tokens_per_second, num_tokens / seconds),
+            tau_nats_per_second=_mean(self.tau_nats_per_second, stats.tau_nats / seconds),
+            uncounted_seconds=0.0,
         )
 
     def after_finish(self, num_output_tokens: int) -> "Rates":
-        return Rates(self.tokens_per_second, self.tau_nats_per_second, _mean(self.output_tokens, num_output_tokens))
+        return replace(self, output_tokens=_mean(self.output_tokens, num_output_tokens))
 
     def seconds_for(self, num_prompt_tokens: int, num_choices: int) -> float:
         """How long so much work takes at the measured rate; 0 if nothing has been measured."""

@@ -150,6 +150,18 @@ def test_the_wait_grows_with_what_waits_and_shrinks_with_the_rate() -> None:
     assert Rates().seconds_for(100, 1) == 0.0
 
 
+def test_steps_that_count_nothing_are_time_of_the_next_that_counts() -> None:
+    """Such as those that only guess: four of them and one that verifies five tokens are not five tokens a step."""
+    nothing, some = stats(), stats(num_decode_tokens=5, tau_nats=2.0)
+    rates = Rates()
+    for step in (nothing, nothing, nothing, nothing, some):
+        rates = rates.after_step(step).after_finish(20)
+    alone = Rates().after_step(some)
+    assert rates.tokens_per_second == pytest.approx(alone.tokens_per_second / 5)
+    assert rates.tau_nats_per_second == pytest.approx(alone.tau_nats_per_second / 5)
+    assert rates.uncounted_seconds == 0.0
+
+
 def test_outputs_reach_their_request_and_end_it() -> None:
     async def main() -> None:
         front = FakeFront()
