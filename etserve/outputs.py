@@ -107,7 +107,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     step_seconds: float
     schedule_seconds: float
-    num_prefill_tokens: int  # computed in this step, of prompts (or of recomputation)
+    num_prefill_tokens: int  # computed in this step, of prompts, or again after a preemption
     num_decode_tokens: int  # drafted ones count where they were accepted
     num_cached_tokens: int  # prompt tokens found in the prefix cache by sequences admitted in this step
     num_prompt_tokens: int  # prompt tokens of sequences admitted in this step, cached ones included
@@ -123,7 +123,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_free: int
     num_verifications: int = 0  # sequences whose tokens drawn with blocks skipped were computed again
     num_drafted_tokens: int = 0  # computed on a guess
-    num_accepted_tokens: int = 0  # of them: steps that their sequences are spared
+    num_accepted_tokens: int = 0  # of them, told: steps that their sequences are spared
     entropies: list[float] = []  # H_raw of every token drawn in this step
     varentropies: list[float] = []
     temperatures: list[float] = []
@@ -140,7 +140,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     prune_fallbacks: dict[str, int] = {}  # why skipping stepped back -> how often (control/choice.py FALLBACKS)
     num_saturated_low: int = 0  # tokens at which the thermostat was clamped, by side
     num_saturated_high: int = 0
-    schedule_ages_seconds: list[float] = []  # per scheduled sequence: since it was last served, or arrived
+    schedule_ages_seconds: list[float] = []  # per sequence computed, not guessed at: since last served, or arrival
     num_forced: int = 0  # sequences served because they were overdue
     cost_r_squared: dict[str, float] = {}  # step kind -> how much of the step times the cost model explains
 

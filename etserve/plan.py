@@ -27,6 +27,7 @@ class ScheduledSequence:
     num_evicted_blocks: int = 0  # null blocks in the table: attention does without their tokens
     ahead_of: Sequence | None = None  # `seq` is a guess at what this one will be, and is told to nobody
     draft: tuple[int, ...] = ()  # guesses at the tokens to come, computed with it: the last of `num_tokens`
+    is_refresh: bool = False  # computes densely, once more, what was computed with blocks skipped
 
     @property
     def end(self) -> int:

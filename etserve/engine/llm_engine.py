@@ -161,15 +161,17 @@ class LLMEngine:
             if reason is not None:
                 break
             self._scheduler.accept(seq, follower)
-            parts.append(self._tell(follower, renderer, meter))
+            parts.append(self._tell(follower, renderer, meter, is_accepted=True))
             reason = self._finish_reason(renderer)
         output = merge(parts)
         return output if reason is None else join(output, self._end(seq, reason))
 
     @staticmethod
-    def _tell(sampled: Sampled, renderer: ChoiceRenderer, meter: StepMeter) -> SequenceOutput:
+    def _tell(
+        sampled: Sampled, renderer: ChoiceRenderer, meter: StepMeter, *, is_accepted: bool = False
+    ) -> SequenceOutput:
         """What the token that the sequence has just got adds to its output, and to the statistics."""
-        meter.observe(sampled, renderer.measure_advance(), renderer.seq.control)
+        meter.observe(sampled, renderer.measure_advance(), renderer.seq.control, is_accepted=is_accepted)
         return renderer.render(sampled)
 
     def _finish_reason(self, renderer: ChoiceRenderer) -> FinishReason | None:

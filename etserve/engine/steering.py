@@ -85,10 +85,12 @@ def _check_eviction(wanted: EntropicParams, config: ControlConfig, can_evict: bo
 
 
 def _check_verify(wanted: EntropicParams, config: ControlConfig) -> None:
-    verify = config.verify if wanted.verify is None else wanted.verify
-    if wanted.verify not in (None, "off") and (wanted.pruning or config.pruning) == "off":
+    """The server's own `verify` is for the requests that are pruned: it refuses no other."""
+    is_pruned = (wanted.pruning or config.pruning) == "on"
+    if wanted.verify not in (None, "off") and not is_pruned:
         raise _refusal("verify", "it takes pruning on")
-    if verify != "off" and (wanted.eviction or config.eviction) != "off":
+    verify = config.verify if wanted.verify is None else wanted.verify
+    if is_pruned and verify != "off" and (wanted.eviction or config.eviction) != "off":
         raise _refusal("verify", "it takes eviction off")
 
 

@@ -23,13 +23,20 @@ class StepMeter:
         self._tau_up_nats = 0.0
         self._fallbacks: Counter[str] = Counter()
         self._saturated: Counter[str] = Counter()
+        self._num_accepted = 0
 
     def is_planned(self) -> None:
         self._planned = self._now()
 
-    def observe(self, sampled: Sampled, advance: ClockAdvance, control: ChoiceControl) -> None:
-        """One token was drawn; it moved its sequence's clock, and its control loop to `control`."""
+    def observe(
+        self, sampled: Sampled, advance: ClockAdvance, control: ChoiceControl, *, is_accepted: bool = False
+    ) -> None:
+        """One token was drawn and told; it moved its sequence's clock, and its control loop to `control`.
+
+        `is_accepted`: it followed a drafted token, so its sequence was spared a step.
+        """
         self._sampled.append(sampled)
+        self._num_accepted += is_accepted
         self._tau_nats += advance.tau_nats
         self._tau_up_nats += advance.tau_up_nats
         self._saturated[control.saturated] += 1
@@ -42,10 +49,7 @@ class StepMeter:
         """What there is to tell; `costs` learn from the step."""
         entropies = [sampled.entropy_nats for sampled in self._sampled]
         num_drafted = sum(len(item.draft) for item in plan.scheduled)
-        num_accepted = sum(len(found) for found in result.followers.values())
-        num_ahead = sum(item.ahead_of is not None for item in plan.scheduled)
-        num_decode = sum(item.num_tokens for item in plan.scheduled if item.is_decode) - num_drafted - num_ahead
-        num_prefill = plan.num_tokens - num_drafted - num_ahead - num_decode
+        num_prefill, num_decode = _count_tokens(plan, result)
         flops = sum(result.flops.values())
         end = self._now()
         costs.observe(
@@ -61,11 +65,11 @@ class StepMeter:
             step_seconds=end - self._begin,
             schedule_seconds=self._planned - self._begin,
             num_prefill_tokens=num_prefill,
-            num_decode_tokens=num_decode + num_accepted,
+            num_decode_tokens=num_decode + self._num_accepted,
             num_cached_tokens=sum(seq.num_cached_tokens for seq in plan.admitted),
             num_verifications=plan.num_verifications,
             num_drafted_tokens=num_drafted,
-            num_accepted_tokens=num_accepted,
+            num_accepted_tokens=self._num_accepted,
             num_prompt_tokens=sum(seq.num_prompt_tokens for seq in plan.admitted),
             num_preempted=len(plan.preempted),
             num_nonfinite_rows=result.num_nonfinite_rows,
@@ -91,7 +95,23 @@ class StepMeter:
             prune_fallbacks=dict(self._fallbacks),
             num_saturated_low=self._saturated["low"],
             num_saturated_high=self._saturated["high"],
-            schedule_ages_seconds=[item.age_seconds for item in plan.scheduled],
+            schedule_ages_seconds=[item.age_seconds for item in plan.scheduled if item.ahead_of is None],
             num_forced=sum(item.is_forced for item in plan.scheduled),
             cost_r_squared={kind: costs.fit(kind).r_squared for kind in STEP_KINDS},
         )
+
+
+def _count_tokens(plan: SchedulerOutput, result: ModelRunnerOutput) -> tuple[int, int]:
+    """Tokens computed of prompts, and of outputs without drafts. Guesses ahead count nowhere: nobody is told of them.
+
+    What renews entries is one token of an output, as it would be without: the others were counted when first computed.
+    """
+    num_prefill = num_decode = 0
+    for item in plan.scheduled:
+        if item.is_refresh:
+            num_decode += item.seq.seq_id in result.sampled
+        elif not item.is_decode:
+            num_prefill += item.num_tokens
+        elif item.ahead_of is None:
+            num_decode += item.num_tokens - len(item.draft)
+    return num_prefill, num_decode

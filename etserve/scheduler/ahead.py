@@ -6,9 +6,10 @@ any draft (runner/drafts.py), and the copy is dropped. So the output is that of 
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from etserve.config import BLOCK_SIZE
 from etserve.control.draft import DraftRun
 from etserve.kv.manager import KVCacheManager
 from etserve.plan import ModelRunnerOutput, ScheduledSequence
@@ -28,30 +29,49 @@ class RunningAhead:
         """Drop the guesses of a sequence that has ended or lost its blocks. Idempotent."""
         self._copies.pop(seq.seq_id, None)
 
-    def extend(self, step: StepDraft, seq: Sequence) -> bool:
-        """Plan one more guess for a decoding sequence; False where it is to compute its own tokens instead."""
-        if not seq.control.is_lossless or not _may_guess(seq):
+    def make_room(self, seqs: Iterable[Sequence]) -> bool:
+        """Drop the guesses of the first of these sequences that hold a block for nothing else; False: none does."""
+        for seq in seqs:
+            if seq.seq_id in self._copies:
+                num_free = self._kv.num_allocatable_blocks
+                self._kv.trim(seq, seq.num_tokens)
+                if self._kv.num_allocatable_blocks > num_free:
+                    self.forget(seq)
+                    return True
+        return False
+
+    def extend(self, step: StepDraft, seq: Sequence, most: int, num_kept_blocks: int) -> bool:
+        """Plan one more guess for a decoding sequence; False where it is to compute its own tokens instead.
+
+        `most`: guesses that a step can verify beside the sequence's own token. So many blocks are left to others.
+        """
+        if step.budget <= 0 or not seq.control.is_lossless or not _may_guess(seq):
+            return False
+        tip = self._copies.get(seq.seq_id, seq)
+        epsilon = tip.control.guess_epsilon(tip.num_tokens)
+        if self._is_due(tip, seq, most) or not epsilon > 0.0:
+            return False
+        if not self._reserve(seq, tip.num_tokens, num_kept_blocks):
             return False
         copy = self._copies.get(seq.seq_id)
         if copy is None:
-            copy = replace(seq, token_ids=seq.token_ids.copy(), run=DraftRun())
-        epsilon = copy.control.guess_epsilon(copy.num_tokens)
-        if self._is_due(copy, seq) or not epsilon > 0.0 or not self._kv.reserve(seq, copy.num_tokens):
-            return False
-        self._copies[seq.seq_id] = copy
+            copy = self._copies[seq.seq_id] = replace(seq, token_ids=seq.token_ids.copy(), run=DraftRun())
         step.add_ahead(copy, seq, self._kv.block_table(seq), epsilon)
         return True
 
-    def verify(self, step: StepDraft, seq: Sequence) -> None:
-        """Let the sequence, which was planned last and densely, compute its guesses as well."""
+    def verify(self, step: StepDraft, seq: Sequence, most: int, num_kept_blocks: int) -> None:
+        """Let the sequence, which was planned last and densely, compute its guesses as well: `most` of them at most.
+
+        The step has tokens for so many. So many blocks are left to others.
+        """
         copy = self._copies.pop(seq.seq_id, None)
         if copy is None:
             return
         guesses = tuple(copy.token_ids[seq.num_tokens :])
         if guesses and self._is_end(guesses[-1], seq):
             guesses = guesses[:-1]  # drawn again after those before it
-        guesses = guesses[: step.budget]
-        if not self._kv.reserve(seq, seq.num_tokens + len(guesses)):
+        guesses = guesses[: max(0, most)]
+        if not self._reserve(seq, seq.num_tokens + len(guesses), num_kept_blocks):
             guesses = guesses[:-1]  # nothing was computed behind the last one: there may be no block for it
         self._kv.trim(seq, seq.num_tokens + len(guesses))
         if guesses:
@@ -76,12 +96,18 @@ class RunningAhead:
         copy.control = copy.control.observe(sampled.entropy_nats, sampled.measured)
         copy.run = law.observe(copy.run, sampled.entropy_nats)
 
-    def _is_due(self, copy: Sequence, seq: Sequence) -> bool:
+    def _reserve(self, seq: Sequence, num_tokens: int, num_kept_blocks: int) -> bool:
+        """Make the table cover so many tokens, of which one at most is new; False where the block would be missed."""
+        is_covered = num_tokens <= len(self._kv.block_table(seq)) * BLOCK_SIZE
+        return is_covered or (self._kv.num_allocatable_blocks > num_kept_blocks and self._kv.reserve(seq, num_tokens))
+
+    def _is_due(self, copy: Sequence, seq: Sequence, most: int) -> bool:
         law = seq.control.laws.verification
         num_guesses = copy.num_tokens - seq.num_tokens
         return (
             law is None
             or law.is_due(copy.run)
+            or num_guesses >= most
             or num_guesses + 1 >= seq.max_output_tokens - seq.num_output_tokens  # the last token is its own
             or (num_guesses > 0 and self._is_end(copy.token_ids[-1], seq))
         )

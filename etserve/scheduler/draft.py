@@ -77,10 +77,12 @@ class StepDraft:
             age_seconds=max(0.0, self.now - served),
             is_forced=self._policy is not None and self._policy.is_forced(seq),
             num_evicted_blocks=seq.num_evicted_blocks,
+            is_refresh=seq.is_refreshing,
         )
         (self._decodes if is_decode else self._prefills).append(item)
-        self.num_verifications += seq.is_refreshing
-        seq.is_refreshing = False
+        if seq.is_refreshing and end >= seq.num_tokens - 1:  # one that is left is a decode like any
+            self.num_verifications += 1
+            seq.is_refreshing = False
         self.budget -= num_tokens
         seq.last_scheduled_step = self.step
 

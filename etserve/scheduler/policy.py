@@ -52,8 +52,8 @@ class LawPolicy:
 
     def begin_step(self, step: int, now: float, running: list[Sequence], waiting: list[Sequence], slots: int) -> None:
         """See StepPolicy."""
-        decoding = [seq for seq in running if is_decode(seq)]
-        others = [*(seq for seq in running if not is_decode(seq)), *waiting]
+        decoding = [seq for seq in running if is_decoding(seq)]
+        others = [*(seq for seq in running if not is_decoding(seq)), *waiting]
         candidates = [self._candidate(seq, now, "decode") for seq in decoding]
         candidates += [self._candidate(seq, now, "batch" if seq.priority > 0 else "waiting") for seq in others]
         self._forced = frozenset(c.arrival for c in candidates if priority.is_forced(c, self._config))
@@ -81,3 +81,8 @@ class LawPolicy:
 def is_decode(seq: Sequence) -> bool:
     """Only the latest output token is to be computed."""
     return seq.num_uncomputed_tokens == 1 and seq.num_output_tokens > 0
+
+
+def is_decoding(seq: Sequence) -> bool:
+    """No prompt is to be computed: the latest output token, or once more what was computed with blocks skipped."""
+    return is_decode(seq) or seq.is_refreshing

@@ -3,7 +3,7 @@
 One quantity: `num_computed_tokens` chases `num_tokens`. A step computes a piece of that gap for each chosen sequence.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from etserve.control.draft import DraftRun
 from etserve.errors import PromptTooLongError, RequestError
@@ -13,7 +13,7 @@ from etserve.plan import ModelRunnerOutput, Sampled, ScheduledSequence, Schedule
 from etserve.scheduler.ahead import RunningAhead
 from etserve.scheduler.draft import RankedQueue, StepDraft
 from etserve.scheduler.eviction import Evictor
-from etserve.scheduler.policy import StepPolicy, fcfs, is_decode
+from etserve.scheduler.policy import StepPolicy, fcfs, is_decode, is_decoding
 from etserve.scheduler.speculation import Speculation
 from etserve.sequence import Sequence, Status
 
@@ -150,48 +150,55 @@ class Scheduler:
     def _decode_budget(self) -> int:
         """Return how many tokens decodes may take before prompts get theirs."""
         has_seat = len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
-        if has_seat or any(not is_decode(seq) for seq in self._running):
+        if has_seat or any(not is_decoding(seq) for seq in self._running):
             return self._max_step_tokens - max(1, self._max_step_tokens // _PREFILL_SHARE)
         return self._max_step_tokens
 
     def _continue_decodes(self, draft: StepDraft, num_tokens: int) -> None:
-        """Give one token to each decoding sequence that has none yet, while there are tokens.
+        """Give at least one of so many tokens to each decoding sequence that has none yet, while there are tokens.
 
-        If not all get one, the policy says who does; without a policy those unserved for longest.
+        If not all get one, the policy says who does; without a policy those unserved for longest. What several tokens
+        are worth to (guesses to verify, entries to renew) gets them in the same order, beyond the one of each other.
         """
         if num_tokens <= 0:
             return
-        decodes = [seq for seq in self._running if seq.last_scheduled_step != draft.step and is_decode(seq)]
+        num_kept = draft.budget - num_tokens
+        decodes = [seq for seq in self._running if seq.last_scheduled_step != draft.step and is_decoding(seq)]
         if len(decodes) > num_tokens and self._policy is None:
             decodes.sort(key=lambda seq: seq.last_scheduled_step)
-        for seq in decodes[:num_tokens]:
-            self._continue(draft, seq)
+        served = decodes[:num_tokens]
+        for num_before, seq in enumerate(served):
+            most = draft.budget - num_kept - (len(served) - num_before - 1)
+            self._continue(draft, seq, most, num_tokens // len(served))
 
     def _continue_prefills(self, draft: StepDraft) -> None:
         for seq in self._running:
-            if draft.budget == 0:
+            if draft.budget <= 0:
                 return
-            if seq.last_scheduled_step != draft.step and not is_decode(seq):
-                self._continue(draft, seq)
+            if seq.last_scheduled_step != draft.step and not is_decoding(seq):
+                self._continue(draft, seq, draft.budget, draft.budget)
 
-    def _continue(self, draft: StepDraft, seq: Sequence) -> None:
-        """Compute the next tokens of a running sequence, at the cost of worse-ranked ones if it needs their blocks."""
-        if seq.status is not Status.RUNNING:  # preempted a moment ago
+    def _continue(self, draft: StepDraft, seq: Sequence, most: int, share: int) -> None:
+        """Compute the next tokens of a running sequence, at the cost of worse-ranked ones if it needs their blocks.
+
+        `most`: tokens that it may take, at least 1. `share`: those that it can count on in the steps to come.
+        """
+        if most <= 0 or seq.status is not Status.RUNNING:  # preempted a moment ago
             return
-        if is_decode(seq) and self._ahead.extend(draft, seq):
+        if is_decode(seq) and self._ahead.extend(draft, seq, share - 1, len(self._running)):
             return
-        num_tokens = min(seq.num_uncomputed_tokens, draft.budget)
+        num_tokens = min(seq.num_uncomputed_tokens, most)
         if is_decode(seq):
             draft.evicted(seq, self._evictor.keep_budget(seq, seq.num_computed_tokens + num_tokens))
         while not self.kv.reserve(seq, seq.num_computed_tokens + num_tokens):
-            if self._evict(draft):
+            if self._ahead.make_room(self._unplanned(draft)) or self._evict(draft):
                 continue
             victim = self._find_victim(draft)
             self._preempt(draft, victim)
             if victim is seq:
                 return
         draft.add(seq, num_tokens, self.kv.block_table(seq), is_decode(seq))
-        self._ahead.verify(draft, seq)
+        self._ahead.verify(draft, seq, most - num_tokens, len(self._running))
 
     def _evict(self, draft: StepDraft) -> bool:
         """Take blocks of decoding sequences that allow it and are not in the plan yet; False if there are none.
@@ -210,7 +217,11 @@ class Scheduler:
 
     def _find_victim(self, draft: StepDraft) -> Sequence:
         """Return the worst-ranked running sequence that this step does not compute yet."""
-        return next(seq for seq in reversed(self._running) if seq.last_scheduled_step != draft.step)
+        return next(self._unplanned(draft))
+
+    def _unplanned(self, draft: StepDraft) -> Iterator[Sequence]:
+        """Running sequences that this step does not compute yet, worst rank first."""
+        return (seq for seq in reversed(self._running) if seq.last_scheduled_step != draft.step)
 
     def _preempt(self, draft: StepDraft, seq: Sequence) -> None:
         self._running.remove(seq)
@@ -222,7 +233,7 @@ class Scheduler:
         seq.num_preemptions += 1
         seq.num_evicted_blocks = 0
         seq.num_dense_tokens = None  # what comes now is dense: recomputation reads every block
-        seq.run = DraftRun()
+        seq.run, seq.is_refreshing = DraftRun(), False
         seq.last_served_seconds = draft.now
         self._wait(seq)
         draft.preempted.append(seq)
@@ -235,7 +246,7 @@ class Scheduler:
         """
         num_kept_seats = 0
         for seq in self._waiting:
-            if draft.budget == 0 or len(self._running) + num_kept_seats >= self._max_num_seqs:
+            if draft.budget <= 0 or len(self._running) + num_kept_seats >= self._max_num_seqs:
                 return
             if self._has_leader(seq):
                 num_kept_seats += 1
@@ -261,7 +272,7 @@ class Scheduler:
             seq.first_scheduled_seconds = self._now()
             seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)
             draft.admitted.append(seq)
-        self._continue(draft, seq)
+        self._continue(draft, seq, draft.budget, draft.budget)
 
     def _wait(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
@@ -303,13 +314,18 @@ class Scheduler:
         return self._append(seq, sampled, now) or self._count_risk(item, sampled)
 
     def _count_risk(self, item: ScheduledSequence, sampled: Sampled) -> bool:
-        """Have what was drawn with blocks skipped computed again once its risk is spent (verify bounded); False."""
+        """Have what was drawn with blocks skipped computed again once its risk is spent (verify bounded); False.
+
+        So too when nothing will be skipped any more: no risk would ever be added.
+        """
         seq, law = item.seq, item.seq.control.laws.verification
-        if item.epsilon > 0.0 and law is not None and seq.num_dense_tokens is not None:
+        if law is None or seq.num_dense_tokens is None:
+            return False
+        if item.epsilon > 0.0:
             seq.run = law.observe(seq.run, sampled.entropy_nats)
-            if law.is_due(seq.run):
-                seq.num_computed_tokens, seq.num_dense_tokens = seq.num_dense_tokens, None
-                seq.run, seq.is_refreshing = DraftRun(), True
+        if law.is_due(seq.run) or seq.control.pruning.disabled_reason is not None:
+            seq.num_computed_tokens, seq.num_dense_tokens = seq.num_dense_tokens, None
+            seq.run, seq.is_refreshing = DraftRun(), True
         return False
 
     def _append(self, seq: Sequence, sampled: Sampled, now: float) -> bool:

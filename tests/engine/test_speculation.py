@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from etserve.config import BLOCK_SIZE, ControlConfig
 from etserve.control.draft import DraftLaw
@@ -11,11 +12,16 @@ from etserve.engine.llm_engine import LLMEngine
 from etserve.engine.streams import merge
 from etserve.errors import RequestError
 from etserve.outputs import GenerateRequest, SequenceOutput, StepStats
+from etserve.plan import Sampled
+from etserve.runner.batch_builder import Draw
+from etserve.runner.drafts import draw_in_order
+from etserve.runner.sampler import DrawnRows
 from etserve.sampling_params import EntropicParams, Grammar
 from etserve.scheduler.lookup import PromptLookup
 from etserve.scheduler.speculation import Speculation
 from etserve.sequence import Sequence
 from tests.engine.helpers import PROMPTS, load_unit, make_engine, request, run, run_steps
+from tests.unit.planning_helpers import make_sequence
 
 Outputs = dict[tuple[str, int], SequenceOutput]
 NO_DRAFTS = {"num_drafted_tokens": 0, "num_accepted_tokens": 0}
@@ -127,7 +133,7 @@ def test_whatever_is_drafted_every_measured_bit_is_the_plain_engine_s(
     assert drawn == sum(output.num_output_tokens for output in found.values())
     drafted, accepted = sum(one.num_drafted_tokens for one in stats), sum(one.num_accepted_tokens for one in stats)
     assert drafted == sum(output.num_drafted_tokens for output in found.values())
-    assert accepted >= sum(output.num_accepted_tokens for output in found.values())  # some lay behind a stop string
+    assert accepted == sum(output.num_accepted_tokens for output in found.values())  # none behind a stop string
     assert (accepted > 0) == (flaw > 1)
 
 
@@ -281,3 +287,40 @@ def test_with_speculation_off_the_scheduler_has_no_drafter() -> None:
     assert not seq.drafts_ahead
     engine.abort("a")
     run_steps(engine, [])
+
+
+class CountedTokens(list[int]):
+    """Counts its copies."""
+
+    num_copies = 0
+
+    def copy(self) -> "CountedTokens":
+        CountedTokens.num_copies += 1
+        return CountedTokens(self)
+
+
+class NineSampler:
+    """Draws the token 9."""
+
+    def draw(self, seqs: list[Sequence], logits: torch.Tensor) -> DrawnRows:
+        return DrawnRows({seq.seq_id: Sampled(9, 1.0, 1.0, 1.0) for seq in seqs})
+
+    def is_complete(self, seq: Sequence) -> bool:
+        return False
+
+
+DRAFTS = [((4, 9), 0, 0), ((9, 4), 1, 1), ((9, 9), 2, 1)]
+
+
+@pytest.mark.parametrize(("draft", "num_accepted", "num_copies"), DRAFTS)
+def test_tokens_are_copied_once_and_only_for_a_draft_that_is_accepted(
+    draft: tuple[int, ...], num_accepted: int, num_copies: int
+) -> None:
+    seq = make_sequence(token_ids=[1, 2, 3])
+    seq.token_ids = CountedTokens(seq.token_ids)
+    CountedTokens.num_copies = 0
+    sampler: Any = NineSampler()
+    _, followers = draw_in_order(sampler, [Draw(seq, 0, draft)], torch.zeros(3, 16))
+    assert len(followers.get(seq.seq_id, ())) == num_accepted
+    assert CountedTokens.num_copies == num_copies
+    assert seq.token_ids == [1, 2, 3]

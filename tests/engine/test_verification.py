@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from etserve.config import ControlConfig
+from etserve.config import ControlConfig, EngineConfig
 from etserve.control.draft import DraftRun
 from etserve.engine.llm_engine import LLMEngine
 from etserve.errors import RequestError
@@ -64,6 +64,23 @@ def test_losslessly_every_token_is_that_of_dense_attention(pool: int, changes: d
         assert sum(step.num_preempted for step in stats) > 0
 
 
+@pytest.mark.parametrize("max_step_tokens", [16, 20])
+def test_a_small_step_holds_whatever_is_verified_in_it(max_step_tokens: int, dense: Outputs) -> None:
+    laws: dict[str, Any] = {"verify_max_tokens": 16, "verify_budget_nats": 20.0, "epsilon_swing": 0.0}
+    control = ControlConfig(pruning="on", **{**LOSSLESS, **laws})
+    engine = make_engine(
+        load_unit("auto", "float32", 2),
+        pruning_sketch_bits=2,
+        control=control,
+        num_kv_blocks=700,
+        max_model_len=1600,
+        max_step_tokens=max_step_tokens,
+    )
+    found, stats = run_counted(engine, wanted_requests()[:4])
+    assert_same(found, {key: dense[key] for key in found})
+    assert sum(step.num_accepted_tokens for step in stats) > 0
+
+
 def test_tokens_are_held_back_until_they_are_verified() -> None:
     engine = engine_of(**LOSSLESS)
     engine.add_request(long_request(max_tokens=40))
@@ -71,7 +88,9 @@ def test_tokens_are_held_back_until_they_are_verified() -> None:
     while engine.has_work:
         outputs, stats = engine.step()
         told += [len(output.token_ids) for output in outputs if output.token_ids]
-        guessing += not outputs and stats.num_prefill_tokens == 0
+        is_guess = not outputs and stats.num_prefill_tokens == 0
+        guessing += is_guess
+        assert not (is_guess and stats.schedule_ages_seconds)  # nobody is served by it
     assert guessing > 5
     assert max(told) > 1
     assert sum(told) == 40
@@ -139,6 +158,50 @@ def test_what_was_renewed_is_shared_as_a_prefix_again() -> None:
     assert again.num_cached_tokens > len(LONG) + 16
     fresh = run_one(engine_of(pruning="off"), request("again", ids, max_tokens=2))
     assert again.token_ids == fresh.token_ids
+
+
+BOUNDED: dict[str, Any] = {"verify": "bounded", "epsilon": 0.4, "epsilon_swing": 0.0, "jump_nats": 100.0}
+
+
+def test_what_is_renewed_is_counted_as_no_prompt() -> None:
+    wanted = long_request(max_tokens=40)
+    _, stats = run_steps(engine_of(verify_max_tokens=4, **BOUNDED), [wanted])
+    assert sum(step.num_verifications for step in stats) > 3
+    assert sum(step.num_prefill_tokens for step in stats) == len(wanted.prompt_token_ids)
+    assert sum(step.num_decode_tokens for step in stats) == 39  # the prompt's own step draws the first
+
+
+def test_when_the_watchdog_ends_skipping_what_stands_is_renewed_at_once() -> None:
+    watchful: dict[str, Any] = {"watchdog_steps": 5, "watchdog_divergence_nats": 0.0, "verify_budget_nats": 20.0}
+    engine = engine_of(verify_max_tokens=32, **watchful, **BOUNDED)
+    engine.add_request(long_request(max_tokens=40))
+    (seq,) = engine._requests["a"]
+    num_skipping = num_after = 0
+    while engine.has_work:
+        _, stats = engine.step()
+        if seq.control.pruning.disabled_reason is None:
+            num_skipping += seq.num_dense_tokens is not None
+        else:
+            assert seq.num_dense_tokens is None
+            num_after += stats.num_verifications
+    assert num_skipping > 5
+    assert num_after == 1
+
+
+def test_the_server_s_verification_refuses_nobody_who_is_not_pruned() -> None:
+    engine = make_engine(
+        load_unit("auto", "float32", 2), pruning_sketch_bits=2, control=ControlConfig(verify="bounded")
+    )
+    run_one(engine, request("a", TEXT, entropic=EntropicParams(eviction="pressure")))
+    with pytest.raises(RequestError) as caught:
+        engine.add_request(request("b", TEXT, entropic=EntropicParams(pruning="on", eviction="pressure")))
+    assert caught.value.param == "entropic.verify"
+
+
+def test_verification_takes_something_to_skip_by() -> None:
+    with pytest.raises(ValueError, match="verify takes pruning_sketch_bits"):
+        EngineConfig(control=ControlConfig(verify="lossless"))
+    EngineConfig(control=ControlConfig(verify="lossless", prune_selector="recency"))
 
 
 @pytest.mark.parametrize(

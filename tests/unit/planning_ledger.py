@@ -9,11 +9,17 @@ from etserve.plan import SchedulerOutput
 from etserve.scheduler.policy import fcfs
 from etserve.scheduler.scheduler import Scheduler
 from etserve.sequence import Sequence, Status
-from tests.unit.planning_helpers import EOS, FakeClock, GhostModel, expected_output
+from tests.unit.planning_helpers import EOS, FakeClock, GhostModel, expected_output, take_followers
 
 
 def is_decode(seq: Sequence) -> bool:
     return seq.num_computed_tokens == seq.num_tokens - 1 and seq.num_tokens > seq.num_prompt_tokens
+
+
+def _longest_run(seq: Sequence) -> int:
+    """Steps that guess before one that tells."""
+    law = seq.control.laws.verification
+    return 0 if law is None else law.max_tokens
 
 
 class Ledger:
@@ -60,7 +66,7 @@ class Ledger:
     def step(self, failing: Collection[int] = (), cancelled: Collection[Sequence] = ()) -> SchedulerOutput:
         """Run one step; `cancelled` sequences end while the model is at work."""
         before = [seq for seq in self.live if seq.status is Status.RUNNING]
-        decodes = [seq for seq in before if is_decode(seq)]
+        decodes = [seq for seq in before if is_decode(seq) or seq.is_refreshing]
         starts = {seq.seq_id: seq.num_computed_tokens for seq in before}
         had_work = self.scheduler.has_work
         plan = self.scheduler.schedule()
@@ -71,6 +77,7 @@ class Ledger:
         for seq in cancelled:
             self.cancel(seq)
         finished = self.scheduler.update(plan, output)
+        finished += take_followers(self.scheduler, plan, output)
         self._check_ends(plan, finished, output.failed)
         self.num_steps += 1
         return plan
@@ -85,16 +92,32 @@ class Ledger:
         assert order == sorted(order, reverse=True), "decodes do not come first"
         for item in plan.scheduled:
             assert item.seq.status is Status.RUNNING
-            assert item.start == item.seq.num_computed_tokens == starts.get(item.seq.seq_id, item.start)
-            assert 1 <= item.num_tokens <= item.seq.num_uncomputed_tokens
+            assert item.start == item.seq.num_computed_tokens, "a gap, or computed twice"
+            assert 1 <= item.num_tokens - len(item.draft) <= item.seq.num_uncomputed_tokens
             assert item.is_decode == is_decode(item.seq)
+            assert not (item.is_refresh and item.is_decode)
             assert item.block_table == self.kv.block_table(item.seq)
             assert item.num_evicted_blocks == item.block_table.count(NULL_BLOCK)
+            if item.ahead_of is not None:
+                assert item.ahead_of.status is Status.RUNNING
+                assert item.epsilon > 0.0, "a guess that costs as much as the token"
+            else:
+                assert item.start == starts.get(item.seq.seq_id, item.start)
+        self._check_guesses_yield(plan)
         for seq in plan.preempted:
             assert (seq.status, seq.num_computed_tokens) == (Status.WAITING, 0), "preempted, but not back at the start"
         self.num_preemptions += len(plan.preempted)
         self.num_evicted_blocks += plan.num_blocks_evicted
         self.num_cached_tokens += sum(seq.num_cached_tokens for seq in plan.admitted)
+
+    def _check_guesses_yield(self, plan: SchedulerOutput) -> None:
+        """Nobody was preempted while a sequence that this step does not compute held a block for guesses alone."""
+        if not plan.preempted:
+            return
+        planned = {item.seq.seq_id for item in plan.scheduled}
+        for seq in self.live:
+            if seq.status is Status.RUNNING and seq.seq_id not in planned:
+                assert len(self.kv.block_table(seq)) <= count_blocks(seq.num_tokens), "preempted for guesses"
 
     def _check_fairness(self, plan: SchedulerOutput, before: list[Sequence], decodes: list[Sequence]) -> None:
         planned = {item.seq.seq_id for item in plan.scheduled}
@@ -104,7 +127,9 @@ class Ledger:
             assert {seq.seq_id for seq in decodes} <= planned | preempted, "a decode was held up"
         prefills = {seq.seq_id for seq in before if seq not in decodes} - preempted
         assert not prefills or prefills & planned, "all prompts were held up"
-        if not (any(not item.is_decode for item in plan.scheduled) or preempted):
+        only_decodes = all(item.is_decode or item.is_refresh for item in plan.scheduled)
+        drops_guesses_late = not fits and any(seq.control.is_lossless for seq in before)
+        if only_decodes and not preempted and not drops_guesses_late:
             self._check_nobody_could_come_in()
         if before:
             assert min(before, key=fcfs) not in plan.preempted, "the first in rank gave way"
@@ -121,6 +146,8 @@ class Ledger:
     def _check_ends(self, plan: SchedulerOutput, finished: list[Sequence], failed: Collection[int]) -> None:
         self.ends.update(seq.seq_id for seq in finished)
         for item in plan.scheduled:
+            if item.ahead_of is not None:
+                continue
             seq = item.seq
             assert seq.num_output_tokens <= seq.max_output_tokens, "more output than asked for"
             assert seq.clock.tau_nats >= self.taus.get(seq.seq_id, 0.0), "the clock ran backwards"
@@ -144,6 +171,9 @@ class Ledger:
             assert (seq.finish_reason is not None) == (seq.status is Status.FINISHED)
             if seq.status is Status.RUNNING:
                 self._check_guards(seq)
+                self._check_verification(seq)
+            else:
+                assert not seq.is_refreshing, "renews what it does not hold"
 
     def _check_guards(self, seq: Sequence) -> None:
         table, law = self.kv.block_table(seq), seq.control.laws.eviction
@@ -160,9 +190,18 @@ class Ledger:
         num_full = seq.num_computed_tokens // 16
         assert num_full - len(places) >= max(law.min_kept_share * num_full, law.min_kept_blocks), "too little is left"
 
+    def _check_verification(self, seq: Sequence) -> None:
+        law = seq.control.laws.verification
+        if law is None or law.mode == "lossless":
+            assert seq.num_dense_tokens is None, "nothing renews what was computed with blocks skipped"
+        elif seq.num_dense_tokens is not None:
+            assert not law.is_due(seq.run), "the risk is spent, but nothing is renewed"
+            assert seq.control.pruning.disabled_reason is None, "no risk will be added, and nothing is renewed"
+
     def drain(self) -> None:
         """Run to the end and check it: all have ended, once, with the tokens that the oracle says; no block is held."""
         most = sum(seq.num_prompt_tokens + seq.max_output_tokens for seq in self.live)
+        most *= 2 + max((_longest_run(seq) for seq in self.live), default=0)  # a token may take a whole run of guesses
         for _ in range(most * (1 + len(self.live)) + 1):
             if not self.scheduler.has_work:
                 break

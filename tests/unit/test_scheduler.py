@@ -1,10 +1,17 @@
 """Who gets the step, who waits, who gives way, and how it ends."""
 
+from dataclasses import replace
+
 import pytest
 
+from etserve.control.draft import VerifyLaw
+from etserve.control.pruning import disable
 from etserve.errors import PromptTooLongError, RequestError
+from etserve.kv.manager import count_blocks
 from etserve.plan import ModelRunnerOutput, Sampled, SchedulerOutput
 from etserve.sampling_params import SamplingParams
+from etserve.scheduler.draft import StepDraft
+from etserve.scheduler.scheduler import Scheduler
 from etserve.sequence import Sequence, Status
 from tests.unit.planning_helpers import (
     EOS,
@@ -437,3 +444,80 @@ def test_times_and_flops_are_written_down() -> None:
         run_step(scheduler, model)
     assert (seq.first_scheduled_seconds, seq.first_token_seconds) == (5.0, 6.0)
     assert (seq.flops, seq.last_scheduled_step) == (31.0, 2)
+
+
+BOUNDED = VerifyLaw("bounded", budget_nats=9.0, max_tokens=4)
+
+
+def run_until_refresh(scheduler: Scheduler, model: GhostModel, seq: Sequence) -> None:
+    for _ in range(100):
+        if seq.is_refreshing:
+            return
+        run_step(scheduler, model)
+    raise AssertionError("nothing is ever renewed")
+
+
+def test_who_renews_entries_counts_as_decoding_not_as_a_prompt() -> None:
+    """All decodes go on beside it, with the whole budget; what is left of it renews."""
+    scheduler = make_scheduler(max_num_seqs=16, max_step_tokens=16)
+    model = GhostModel(scheduler.kv)
+    seq = make_sequence(0, num_tokens=30, max_output=60, verify=BOUNDED)
+    others = [make_sequence(seq_id, num_tokens=2, max_output=200) for seq_id in range(1, 15)]
+    for each in (seq, *others):
+        scheduler.add(each)
+    while any(each.num_output_tokens == 0 for each in (seq, *others)):
+        run_step(scheduler, model)
+    run_until_refresh(scheduler, model, seq)
+    num_pieces = -(-(seq.num_uncomputed_tokens - 1) // 2)  # the budget leaves two tokens a step; one alone is a decode
+    plan, _ = run_step(scheduler, model)
+    given = {item.seq.seq_id: item.num_tokens for item in plan.scheduled}
+    assert given == {0: 2, **{other.seq_id: 1 for other in others}}
+    assert [item.seq.seq_id for item in plan.scheduled if item.is_refresh] == [0]
+    counts = [plan.num_verifications]
+    while seq.is_refreshing:
+        counts.append(run_step(scheduler, model)[0].num_verifications)
+    assert counts == [0] * (num_pieces - 1) + [1]
+
+
+def test_a_preempted_sequence_has_nothing_to_renew() -> None:
+    scheduler = make_scheduler()
+    model = GhostModel(scheduler.kv)
+    seq = make_sequence(1, num_tokens=30, max_output=60, verify=BOUNDED)
+    scheduler.add(seq)
+    run_until_refresh(scheduler, model, seq)
+    scheduler._preempt(StepDraft(0, 16, 0.0), seq)
+    assert not seq.is_refreshing
+    plan, _ = run_step(scheduler, model)
+    assert not plan.scheduled[0].is_refresh
+
+
+def test_entries_are_renewed_at_once_when_skipping_is_disabled() -> None:
+    scheduler = make_scheduler()
+    model = GhostModel(scheduler.kv)
+    seq = make_sequence(1, num_tokens=30, max_output=60, verify=VerifyLaw("bounded", 9.0, 1000))
+    scheduler.add(seq)
+    while seq.num_dense_tokens is None:
+        run_step(scheduler, model)
+    first = seq.num_dense_tokens
+    seq.control = replace(seq.control, pruning=disable(seq.control.pruning, "watchdog"))
+    run_step(scheduler, model)
+    assert seq.is_refreshing
+    plan, _ = run_step(scheduler, model)
+    assert parts(plan) == [(1, first, 3)]
+    assert seq.num_dense_tokens is None
+
+
+def test_a_guess_leaves_a_block_to_each_running_sequence() -> None:
+    """It may be anyone's next one: where none is to spare, the guesser computes its own tokens instead."""
+    scheduler = make_scheduler(num_blocks=5)
+    model = GhostModel(scheduler.kv)
+    law = VerifyLaw("lossless", budget_nats=9.0, max_tokens=30)
+    scheduler.add(make_sequence(1, num_tokens=30, max_output=30, verify=law))
+    num_held = 0
+    while scheduler.has_work:
+        plan, _ = run_step(scheduler, model)
+        for item in plan.scheduled:
+            if item.ahead_of is not None and len(item.block_table) > count_blocks(item.ahead_of.num_tokens):
+                num_held += 1
+                assert scheduler.kv.num_allocatable_blocks >= 1
+    assert num_held > 0

@@ -10,13 +10,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from etserve.control.draft import VerifyLaw
 from etserve.control.eviction import EvictionConfig
 from etserve.errors import PromptTooLongError
 from etserve.kv import hashing
 from etserve.kv.block_pool import BlockPool
-from etserve.kv.manager import KVCacheManager
+from etserve.kv.manager import KVCacheManager, count_blocks
 from etserve.sampling_params import SamplingParams
 from etserve.scheduler import eviction as eviction_of_sequences
+from etserve.scheduler.ahead import RunningAhead
 from etserve.scheduler.scheduler import Scheduler
 from etserve.sequence import Sequence, Status
 from tests.unit.planning_helpers import EOS, expected_output, make_sequence
@@ -35,6 +37,17 @@ PARAMS = st.sampled_from(
 # Guards that let short sequences lose something.
 LAW = EvictionConfig(sink_blocks=1, recent_blocks=1, min_kept_share=0.5, min_kept_blocks=2)
 EVICTION = st.sampled_from([None, None, LAW, replace(LAW, recent_blocks=2)])
+
+VERIFY = st.sampled_from(
+    [
+        None,
+        None,
+        VerifyLaw("lossless", budget_nats=9.0, max_tokens=3),
+        VerifyLaw("lossless", budget_nats=9.0, max_tokens=20),
+        VerifyLaw("bounded", budget_nats=9.0, max_tokens=4),
+        VerifyLaw("bounded", budget_nats=9.0, max_tokens=20),
+    ]
+)
 
 PROMPTS = st.builds(
     lambda family, num_shared, tail: [family] * num_shared + tail or [family],
@@ -76,6 +89,7 @@ class PlanningMachine(RuleBasedStateMachine):
         forced_share=st.sampled_from([0.0, 0.0, 0.5, 0.9]),
         eviction=EVICTION,
         block_budget=st.sampled_from([None, None, 3]),
+        verify=VERIFY,
     )
     def add_one(self, prompt: list[int], max_output: int, forced_share: float, **options: Any) -> None:
         self.add(prompt, max_output, forced_share, **options)
@@ -103,6 +117,7 @@ class PlanningMachine(RuleBasedStateMachine):
         eviction=EVICTION,
         block_budget=st.sampled_from([None, 3]),
         protected=st.sampled_from([(), ((20, 40),)]),
+        verify=VERIFY,
     )
     def add_long(self, num_tokens: int, max_output: int, **options: Any) -> None:
         self.add([7] * num_tokens, max_output, **options)
@@ -291,7 +306,25 @@ def evicts_the_oldest(scores: Any, may_go: Any, num_wanted: int, law: EvictionCo
     return np.flatnonzero(may_go)[: min(num_wanted, len(scores) // 3)]
 
 
+def verifies_whatever_was_guessed(ahead: RunningAhead, step: Any, seq: Sequence, most: int, kept: int) -> None:
+    VERIFY_GUESSES(ahead, step, seq, 99, kept)
+
+
+def counts_the_risk_of_what_skips_alone(scheduler: Scheduler, item: Any, sampled: Any) -> bool:
+    return item.epsilon > 0.0 and COUNT_RISK(scheduler, item, sampled)
+
+
+def renews_where_it_stands(scheduler: Scheduler, item: Any, sampled: Any) -> bool:
+    seq, computed = item.seq, item.seq.num_computed_tokens
+    COUNT_RISK(scheduler, item, sampled)
+    if seq.is_refreshing:
+        seq.num_computed_tokens, seq.is_refreshing = computed, False
+    return False
+
+
 ADMIT = KVCacheManager.admit
+COUNT_RISK = Scheduler._count_risk
+VERIFY_GUESSES = RunningAhead.verify
 FINISH = Scheduler.finish
 
 DEFECTS: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -317,6 +350,9 @@ DEFECTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (KVCacheManager, "_commit_whole", shares_what_an_eviction_spoilt),
     (KVCacheManager, "evict", evicts_without_giving_back),
     (eviction_of_sequences, "choose_places", evicts_the_oldest),
+    (RunningAhead, "verify", verifies_whatever_was_guessed),
+    (Scheduler, "_count_risk", counts_the_risk_of_what_skips_alone),
+    (Scheduler, "_count_risk", renews_where_it_stands),
 ]
 
 
@@ -346,3 +382,51 @@ def test_a_victim_that_is_planned_already_would_be_noticed(monkeypatch: pytest.M
     monkeypatch.setattr(Scheduler, "_find_victim", sends_away_the_planned)
     with pytest.raises(AssertionError, match="planned and preempted"):
         drain_crowds()
+
+
+LOSSLESS = VerifyLaw("lossless", budget_nats=9.0, max_tokens=32)
+
+
+def drain_guessing_crowds() -> None:
+    """Long runs of guesses, in pools that others exhaust meanwhile: rare in the machine."""
+    for num_blocks in range(16, 46, 2):
+        ledger = Ledger(num_blocks, max_num_seqs=8, max_step_tokens=400, prefix_caching=False)
+        for seq_id in range(8):
+            verify = LOSSLESS if seq_id in (3, 5) else None
+            ledger.add(make_sequence(seq_id, num_tokens=24 + 3 * seq_id, max_output=60, verify=verify))
+        ledger.drain()
+
+
+def test_crowds_whose_guesses_take_blocks_come_through() -> None:
+    drain_guessing_crowds()
+
+
+def test_guesses_give_their_blocks_back_before_anyone_is_preempted() -> None:
+    ledger = Ledger(100, max_num_seqs=4, max_step_tokens=100)
+    plain = make_sequence(1, num_tokens=10, max_output=60)
+    guesser = make_sequence(2, num_tokens=30, max_output=60, verify=LOSSLESS)
+    for seq in (plain, guesser):
+        ledger.add(seq)
+    kv = ledger.kv
+    while len(kv.block_table(guesser)) <= count_blocks(guesser.num_tokens) or plain.num_tokens % 16 != 1:
+        ledger.step()
+    assert kv._pool.allocate(kv.num_allocatable_blocks) is not None  # nobody else's
+    plan = ledger.scheduler.schedule()
+    assert plan.preempted == ()
+    assert plain in [item.seq for item in plan.scheduled]
+    assert len(kv.block_table(guesser)) == count_blocks(guesser.num_tokens)
+
+
+@pytest.mark.parametrize("max_step_tokens", [2, 3, 7, 16])
+@pytest.mark.parametrize("mode", ["lossless", "bounded"])
+def test_what_is_verified_keeps_to_a_small_step_budget(mode: Any, max_step_tokens: int) -> None:
+    """Two that have guessed at length are joined by others: what is verified leaves each of them a token."""
+    ledger = Ledger(500, max_num_seqs=16, max_step_tokens=max_step_tokens)
+    law = VerifyLaw(mode, budget_nats=9.0, max_tokens=20)
+    for seq_id in range(2):
+        ledger.add(make_sequence(seq_id, num_tokens=30, max_output=80, verify=law))
+    for _ in range(20 + 60 // max_step_tokens):
+        ledger.step()
+    for seq_id in range(2, 12):
+        ledger.add(make_sequence(seq_id, num_tokens=5 + seq_id, max_output=40, verify=law))
+    ledger.drain()
