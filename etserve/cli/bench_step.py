@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from etserve.bench.ablate.settings import UNUSED_ENGINE
 from etserve.bench.errors import BenchError
 from etserve.cli.options import ConfigFile, read_config, with_config_options
 from etserve.cli.serve import ModelArgument
@@ -17,7 +18,7 @@ Plot = Annotated[Path | None, typer.Option(help="Picture (PNG): cost by batch an
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Everything as JSON.")]
 
 
-@with_config_options("engine", "control")
+@with_config_options("engine", "control", without=UNUSED_ENGINE - {"pruning_sketch_bits"})
 def step(
     model: ModelArgument = None,
     sequences: Batches = "1,2,4,8,16",

@@ -186,3 +186,10 @@ def test_the_command_honours_the_control_settings(capsys: pytest.CaptureFixture[
     row = next(line for line in shown.splitlines() if line.startswith("| 2 | 900 |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert 0 < int(cells[step_report.HEADER.index("blocks read")].rstrip("%")) < 90
+
+
+@pytest.mark.parametrize("option", ["--no-prefix-caching", "--max-num-seqs=4", "--num-kv-blocks=99"])
+def test_an_option_that_changes_no_profile_is_not_offered(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sequences", "1", "--contexts", "48", "--steps", "3"]
+    assert cli.run(["bench", "step", str(UNIT_MODEL), *sizes, option]) == 2
+    assert option.partition("=")[0] in capsys.readouterr().err

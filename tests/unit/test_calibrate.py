@@ -12,6 +12,7 @@ import torch
 
 from etserve.bench import calibrate
 from etserve.bench.ablate.lab import Lab
+from etserve.bench.ablate.scoring import TokenScores
 from etserve.bench.ablate.texts import quality_texts
 from etserve.bench.ablate.workloads import SMOKE
 from etserve.bench.calibrate import calibrate_model, measure_epsilons, measure_risks, measure_written, quantiles
@@ -155,6 +156,20 @@ def test_a_short_context_looks_for_no_epsilon() -> None:
     assert measured.losses == []
     assert measured.epsilon is None
     assert measured.num_tokens > 0
+
+
+def test_risks_are_measured_at_the_epsilon_just_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    epsilons: list[float] = []
+    real = calibrate.TextBatch.score
+
+    def score(self: calibrate.TextBatch, control: ControlConfig) -> list[TokenScores]:
+        epsilons.append(control.epsilon)
+        return real(self, control)
+
+    monkeypatch.setattr(calibrate, "measure_epsilons", lambda *_: found((0.05, 0.001), (0.1, 0.01)).losses)
+    monkeypatch.setattr(calibrate.TextBatch, "score", score)
+    calibrate_model(CONFIG, temperature=0.8, num_tokens=64, context_tokens=700, num_texts=1)
+    assert epsilons == [0.05]
 
 
 @pytest.fixture
