@@ -1,6 +1,6 @@
 """What the control loop costs where it has nothing to gain: short contexts, every feature on against every one off.
 
-    python benchmarks/control_overhead.py [--model demo] [--sequences 8] [--tokens 128] [--arms micro macro meso all]
+    python benchmarks/control_overhead.py [--model demo] [--sequences 8] [--tokens 128] [--arms micro macro+evict all]
 
 Two engines in one process take turns, one decode step each, so that both see the same machine, and who goes first
 changes each time; the figure is the median of the ratios of neighbouring steps, with a bootstrap interval. The arm none
@@ -34,6 +34,16 @@ ARMS: dict[str, Control] = {
 }
 PROMPT_TOKENS = 64
 NUM_RESAMPLES = 2000
+
+
+def settings_of(arm: str) -> Control:
+    """Of one arm, or of several joined by +. Raises ValueError for another name."""
+    merged: Control = {}
+    for name in arm.split("+"):
+        if name not in ARMS:
+            raise ValueError(f"unknown arm {name!r}: {', '.join(ARMS)}, or several joined by +")
+        merged |= ARMS[name]
+    return merged
 
 
 def make_engine(model: str, control: Control) -> LLMEngine:
@@ -94,12 +104,16 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), help="joined by + they are one arm")
     args = parser.parse_args()
+    try:
+        settings = {arm: settings_of(arm) for arm in args.arms}
+    except ValueError as error:
+        parser.error(str(error))
     plain = make_engine(args.model, {})
     print("| arm | step time relative to off | 95 % interval | off, ms a step |\n|---|---|---|---|")
-    for arm in args.arms:
-        middle, low, high, seconds = compare(plain, make_engine(args.model, ARMS[arm]), args)
+    for arm, control in settings.items():
+        middle, low, high, seconds = compare(plain, make_engine(args.model, control), args)
         print(f"| {arm} | {middle:.3f} | {low:.3f} to {high:.3f} | {seconds * 1e3:.1f} |", flush=True)
 
 
