@@ -25,11 +25,48 @@ def packed_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, *, paire
     return panels * _PANEL * depth * dtype.itemsize
 
 
-class PackedMatrix:
-    """A weight matrix [num_outputs, num_inputs] in bf16, f16 or f32, laid out for the kernels.
+class NativeMatrix:
+    """A weight matrix [num_outputs, num_inputs] that the native kernels multiply by, whatever its format.
 
     Paired: two such matrices (gate and up), whose product is silu(x Gate^T) * (x Up^T).
     """
+
+    def __init__(
+        self,
+        code: int,
+        num_outputs: int,
+        num_inputs: int,
+        num_bytes: int,
+        *,
+        activation: torch.dtype,
+        paired: bool,
+        bias: torch.Tensor | None,
+        memory: torch.Tensor | None,
+    ) -> None:
+        """`code`: enum DType of csrc/cpu/kernels.h; `activation`: what inputs are rounded to and silu * mul comes in.
+
+        Zeroed until it is packed. `bias`: f32 [N], [2, N] if paired; `memory`: zeroed uint8 [num_bytes].
+        """
+        self._memory = zeros(num_bytes) if memory is None else memory
+        self._bias = bias
+        address = check_tensor("memory", self._memory, torch.uint8, (num_bytes,))
+        bias_shape = (2, num_outputs) if paired else (num_outputs,)
+        bias_address = 0 if bias is None else check_tensor("bias", bias, torch.float32, bias_shape)
+        self.num_outputs, self.num_inputs, self.is_paired = num_outputs, num_inputs, paired
+        self.num_bytes, self.activation = num_bytes, activation
+        self.handle = native.module().make_matrix(
+            *(code, num_outputs, num_inputs, paired, address, bias_address, native.DTYPE_CODES[activation])
+        )
+
+    def row(self, index: int) -> torch.Tensor:
+        """One row as f32 [num_inputs]: an embedding, where the head is tied to it."""
+        out = torch.empty(self.num_inputs, dtype=torch.float32)
+        native.module().unpack_row(self.handle, index, out.data_ptr())
+        return out
+
+
+class PackedMatrix(NativeMatrix):
+    """One in bf16, f16 or f32."""
 
     def __init__(
         self,
@@ -41,28 +78,23 @@ class PackedMatrix:
         bias: torch.Tensor | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """Zeroed until `pack` fills it. `bias`: f32 [N], [2, N] if paired; `memory`: zeroed uint8 [packed_bytes]."""
-        size = packed_bytes(num_outputs, num_inputs, dtype, paired=paired)
-        self._memory = zeros(size) if memory is None else memory
-        self._bias = bias
-        address = check_tensor("memory", self._memory, torch.uint8, (size,))
-        bias_shape = (2, num_outputs) if paired else (num_outputs,)
-        bias_address = 0 if bias is None else check_tensor("bias", bias, torch.float32, bias_shape)
-        self.num_outputs, self.num_inputs, self.dtype, self.is_paired = num_outputs, num_inputs, dtype, paired
-        self.num_bytes = size
-        code = native.DTYPE_CODES[dtype]
-        self.handle = native.module().make_matrix(code, num_outputs, num_inputs, paired, address, bias_address)
+        """See NativeMatrix; `memory`: [packed_bytes]."""
+        super().__init__(
+            native.DTYPE_CODES[dtype],
+            num_outputs,
+            num_inputs,
+            packed_bytes(num_outputs, num_inputs, dtype, paired=paired),
+            activation=activation_dtype(dtype),
+            paired=paired,
+            bias=bias,
+            memory=memory,
+        )
+        self.dtype = dtype
 
     def pack(self, weight: torch.Tensor, *, first: int = 0, half: int = 0) -> None:
         """Copy `weight` [rows, num_inputs] to the rows from `first` on; half 1: of the second matrix of a pair."""
         address = check_tensor("weight", weight, self.dtype, (len(weight), self.num_inputs))
         native.module().pack_rows(self.handle, address, len(weight), first, half)
-
-    def row(self, index: int) -> torch.Tensor:
-        """One row as f32 [num_inputs]: an embedding, where the head is tied to it."""
-        out = torch.empty(self.num_inputs, dtype=torch.float32)
-        native.module().unpack_row(self.handle, index, out.data_ptr())
-        return out
 
 
 def pack(weight: torch.Tensor, up: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> PackedMatrix:
@@ -76,26 +108,25 @@ def pack(weight: torch.Tensor, up: torch.Tensor | None = None, bias: torch.Tenso
     return packed
 
 
-def linear(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
-    """f32 [M, K] -> x W^T + bias, f32 [M, N]; x is rounded to activation_dtype first."""
+def linear(x: torch.Tensor, weight: NativeMatrix) -> torch.Tensor:
+    """f32 [M, K] -> x W^T + bias, f32 [M, N]; x is rounded to the matrix's activation first, or to 8 bits."""
     return _run(x, weight, torch.empty(len(x), weight.num_outputs), _STORE)
 
 
-def linear_add_(out: torch.Tensor, x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
+def linear_add_(out: torch.Tensor, x: torch.Tensor, weight: NativeMatrix) -> torch.Tensor:
     """Add x W^T + bias to `out`, f32 [M, N], and return it."""
     return _run(x, weight, out, _ADD)
 
 
-def linear_silu_mul(x: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
-    """f32 [M, K] -> silu(x Gate^T) * (x Up^T), [M, N] of activation_dtype."""
-    dtype = activation_dtype(weight.dtype)
-    return _run(x, weight, torch.empty(len(x), weight.num_outputs, dtype=dtype), _SILU_MUL)
+def linear_silu_mul(x: torch.Tensor, weight: NativeMatrix) -> torch.Tensor:
+    """f32 [M, K] -> silu(x Gate^T) * (x Up^T), [M, N] of the matrix's activation."""
+    return _run(x, weight, torch.empty(len(x), weight.num_outputs, dtype=weight.activation), _SILU_MUL)
 
 
-def _run(x: torch.Tensor, weight: PackedMatrix, out: torch.Tensor, epilogue: int) -> torch.Tensor:
+def _run(x: torch.Tensor, weight: NativeMatrix, out: torch.Tensor, epilogue: int) -> torch.Tensor:
     if weight.is_paired != (epilogue == _SILU_MUL):
         raise ValueError("a paired matrix is for linear_silu_mul, and only for it")
-    out_dtype = activation_dtype(weight.dtype) if weight.is_paired else torch.float32
+    out_dtype = weight.activation if weight.is_paired else torch.float32
     x_address = check_tensor("x", x, torch.float32, (len(x), weight.num_inputs))
     out_address = check_tensor("out", out, out_dtype, (len(x), weight.num_outputs))
     if len(x):

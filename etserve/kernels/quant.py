@@ -10,7 +10,7 @@ import torch
 
 from etserve.kernels import native
 from etserve.kernels.checks import check_tensor
-from etserve.kernels.memory import zeros
+from etserve.kernels.matrix import NativeMatrix
 
 BLOCK = 32  # weights along K with one scale, of the formats that floats can be rounded to
 Rounded = Literal["q8_0", "q4_0", "q4_1"]  # from floats, at load
@@ -30,7 +30,6 @@ _RECORDS: dict[Format, tuple[int, int]] = {
     "q6_k": (256, 3392),
 }
 _CODES: dict[Format, int] = {name: code for code, name in enumerate(BLOCK_BYTES, start=3)}  # enum DType of kernels.h
-_STORE, _ADD, _SILU_MUL = 0, 1, 2  # enum Epilogue of csrc/cpu/matrix.h
 
 
 def quantised_bytes(num_outputs: int, num_inputs: int, kind: Format, *, paired: bool = False) -> int:
@@ -52,11 +51,8 @@ def quantise(weight: torch.Tensor, kind: Rounded) -> torch.Tensor:
     return blocks
 
 
-class QuantMatrix:
-    """A quantised weight matrix [num_outputs, num_inputs], laid out for the kernels.
-
-    Paired: two such matrices (gate and up), whose product is silu(x Gate^T) * (x Up^T).
-    """
+class QuantMatrix(NativeMatrix):
+    """One in a quantised format."""
 
     def __init__(
         self,
@@ -69,35 +65,26 @@ class QuantMatrix:
         memory: torch.Tensor | None = None,
         activation: torch.dtype = torch.float32,
     ) -> None:
-        """Zeroed until `pack` fills it. `bias`: f32 [N], [2, N] if paired; `memory`: zeroed uint8 [quantised_bytes].
-
-        `activation`: float32 or bfloat16, what the native decoder hands in and takes from silu * mul.
-        """
+        """See NativeMatrix; `memory`: [quantised_bytes], `activation`: float32 or bfloat16, before it is rounded."""
         if num_inputs % BLOCK_WEIGHTS[kind]:
             raise ValueError(f"{kind} takes inputs in blocks of {BLOCK_WEIGHTS[kind]}, got {num_inputs}")
-        size = quantised_bytes(num_outputs, num_inputs, kind, paired=paired)
-        self._memory = zeros(size) if memory is None else memory
-        self._bias = bias
-        address = check_tensor("memory", self._memory, torch.uint8, (size,))
-        bias_shape = (2, num_outputs) if paired else (num_outputs,)
-        bias_address = 0 if bias is None else check_tensor("bias", bias, torch.float32, bias_shape)
-        self.num_outputs, self.num_inputs, self.kind, self.is_paired = num_outputs, num_inputs, kind, paired
-        self.num_bytes = size
-        self.handle = native.module().make_matrix(
-            *(_CODES[kind], num_outputs, num_inputs, paired, address, bias_address, native.DTYPE_CODES[activation])
+        super().__init__(
+            _CODES[kind],
+            num_outputs,
+            num_inputs,
+            quantised_bytes(num_outputs, num_inputs, kind, paired=paired),
+            activation=activation,
+            paired=paired,
+            bias=bias,
+            memory=memory,
         )
+        self.kind = kind
 
     def pack(self, blocks: torch.Tensor, *, first: int = 0, half: int = 0) -> None:
         """Copy ggml blocks, uint8 [rows, bytes], to the rows from `first` on; half 1: of up."""
         row_bytes = self.num_inputs // BLOCK_WEIGHTS[self.kind] * BLOCK_BYTES[self.kind]
         address = check_tensor("blocks", blocks, torch.uint8, (len(blocks), row_bytes))
         native.module().pack_rows(self.handle, address, len(blocks), first, half)
-
-    def row(self, index: int) -> torch.Tensor:
-        """One row as f32 [num_inputs]: an embedding, where the head is tied to it."""
-        out = torch.empty(self.num_inputs, dtype=torch.float32)
-        native.module().unpack_row(self.handle, index, out.data_ptr())
-        return out
 
 
 def pack(
@@ -111,28 +98,3 @@ def pack(
             raise ValueError(f"a pair needs two equal shapes, got {list(weight.shape)} and {list(up.shape)}")
         packed.pack(quantise(up, kind), half=1)
     return packed
-
-
-def linear(x: torch.Tensor, weight: QuantMatrix) -> torch.Tensor:
-    """f32 [M, K] -> x W^T + bias, f32 [M, N]."""
-    return _run(x, weight, torch.empty(len(x), weight.num_outputs), _STORE)
-
-
-def linear_add_(out: torch.Tensor, x: torch.Tensor, weight: QuantMatrix) -> torch.Tensor:
-    """Add x W^T + bias to `out`, f32 [M, N], and return it."""
-    return _run(x, weight, out, _ADD)
-
-
-def linear_silu_mul(x: torch.Tensor, weight: QuantMatrix) -> torch.Tensor:
-    """f32 [M, K] -> silu(x Gate^T) * (x Up^T), f32 [M, N]."""
-    return _run(x, weight, torch.empty(len(x), weight.num_outputs), _SILU_MUL)
-
-
-def _run(x: torch.Tensor, weight: QuantMatrix, out: torch.Tensor, epilogue: int) -> torch.Tensor:
-    if weight.is_paired != (epilogue == _SILU_MUL):
-        raise ValueError("a paired matrix is for linear_silu_mul, and only for it")
-    x_address = check_tensor("x", x, torch.float32, (len(x), weight.num_inputs))
-    out_address = check_tensor("out", out, torch.float32, (len(x), weight.num_outputs))
-    if len(x):
-        native.module().matmul(x_address, len(x), weight.handle, epilogue, out_address, weight.num_outputs)
-    return out

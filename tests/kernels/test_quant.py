@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 import torch
 
-from etserve.kernels import native, quant, reference_quant
+from etserve.kernels import matrix, native, quant, reference_quant
 from etserve.kernels.quant import Format, QuantMatrix, Rounded
 from tests.kernels.isas import isa, num_threads
 from tests.kernels.super_blocks import encode, width
@@ -46,7 +46,7 @@ def test_linear_matches_the_reference(isa: str, kind: Format, n: int, k: int) ->
         for m in (1, 3, 5, 14, 31):
             x = rows(m, k)
             expected = reference_quant.linear(x, stored(weight, kind), shift)
-            torch.testing.assert_close(quant.linear(x, packed), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(matrix.linear(x, packed), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -54,7 +54,7 @@ def test_linear_adds_into_the_residual(isa: str, kind: Format) -> None:
     k = width(kind, 96)
     weight, x, residual = make(33, k), rows(5, k), rows(5, 33)
     expected = residual + reference_quant.linear(x, stored(weight, kind))
-    returned = quant.linear_add_(residual, x, pack(kind, weight))
+    returned = matrix.linear_add_(residual, x, pack(kind, weight))
     assert returned is residual
     torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-5)
 
@@ -68,7 +68,7 @@ def test_gate_and_up_give_silu_of_one_times_the_other(isa: str, kind: Format, n:
         x = rows(m, k)
         for shift in (None, bias):
             expected = reference_quant.linear_silu_mul(x, stored(gate, kind), stored(up, kind), shift)
-            result = quant.linear_silu_mul(x, pack(kind, gate, up, shift))
+            result = matrix.linear_silu_mul(x, pack(kind, gate, up, shift))
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -78,11 +78,11 @@ def test_a_row_alone_equals_the_row_in_any_batch_bit_for_bit(isa: str, kind: For
     k = width(kind, k)
     packed, paired = pack(kind, make(n, k)), pack(kind, make(n, k), make(n, k, seed=1))
     x = rows(200, k)
-    alone = torch.cat([quant.linear(x[i : i + 1], packed) for i in range(200)])
-    alone_paired = torch.cat([quant.linear_silu_mul(x[i : i + 1], paired) for i in range(200)])
+    alone = torch.cat([matrix.linear(x[i : i + 1], packed) for i in range(200)])
+    alone_paired = torch.cat([matrix.linear_silu_mul(x[i : i + 1], paired) for i in range(200)])
     for m in (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 31, 200):
-        assert torch.equal(quant.linear(x[:m], packed), alone[:m])
-        assert torch.equal(quant.linear_silu_mul(x[:m], paired), alone_paired[:m])
+        assert torch.equal(matrix.linear(x[:m], packed), alone[:m])
+        assert torch.equal(matrix.linear_silu_mul(x[:m], paired), alone_paired[:m])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -90,9 +90,9 @@ def test_a_row_alone_equals_the_row_in_any_batch_bit_for_bit(isa: str, kind: For
 def test_the_number_of_threads_changes_no_bit(isa: str, num_threads: int, kind: Format, m: int) -> None:
     k = width(kind, 96)
     packed, x = pack(kind, make(161, k)), rows(m, k)
-    result = quant.linear(x, packed)
+    result = matrix.linear(x, packed)
     native.set_num_threads(1)
-    assert torch.equal(result, quant.linear(x, packed))
+    assert torch.equal(result, matrix.linear(x, packed))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -107,7 +107,7 @@ def test_every_byte_pattern_is_read_as_ggml_reads_it(isa: str, kind: Format) -> 
     for index in (0, 3, 16, 34):
         torch.testing.assert_close(packed.row(index), expected[index], rtol=0, atol=1e-6 if has_min else 0)
     x = rows(7, k)
-    torch.testing.assert_close(quant.linear(x, packed), reference_quant.linear(x, expected), rtol=1e-5, atol=2e-2)
+    torch.testing.assert_close(matrix.linear(x, packed), reference_quant.linear(x, expected), rtol=1e-5, atol=2e-2)
     with pytest.raises(ValueError, match="row"):
         packed.row(35)
 
@@ -122,7 +122,7 @@ def test_extreme_rows_stay_exact(isa: str, kind: Format) -> None:
     x[2, 32:] = 2.0**-120  # counts as zeros
     x[3] = 0.0
     expected = reference_quant.linear(x, stored(weight, kind))
-    torch.testing.assert_close(quant.linear(x, pack(kind, weight)), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(matrix.linear(x, pack(kind, weight)), expected, rtol=1e-6, atol=0)
     assert not expected[3].any()
 
 
@@ -133,7 +133,7 @@ def test_what_is_not_finite_reaches_its_own_row_only(isa: str, kind: Format, val
     gate, up = make(20, k), make(20, k, seed=1)
     x = rows(14, k)
     x[5, 7] = value
-    for result in (quant.linear(x, pack(kind, gate)), quant.linear_silu_mul(x, pack(kind, gate, up))):
+    for result in (matrix.linear(x, pack(kind, gate)), matrix.linear_silu_mul(x, pack(kind, gate, up))):
         is_nan = result.isnan()
         assert is_nan[5].all()
         assert is_nan.sum() == 20
@@ -149,7 +149,7 @@ def test_matrices_packed_below_each_other_equal_their_concatenation(isa: str, ki
         stacked.pack(encode(part, kind), first=first)
         first += len(part)
     x = rows(4, k)
-    assert torch.equal(quant.linear(x, stacked), quant.linear(x, pack(kind, torch.cat(parts))))
+    assert torch.equal(matrix.linear(x, stacked), matrix.linear(x, pack(kind, torch.cat(parts))))
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
@@ -177,13 +177,13 @@ def test_rounding_of_what_is_not_finite_stays_within_its_block(kind: Rounded) ->
 def test_wrong_arguments_are_refused_before_any_memory_is_touched() -> None:
     packed, paired = quant.pack("q8_0", make(8, 64)), quant.pack("q4_0", make(8, 64), make(8, 64))
     with pytest.raises(TypeError, match=r"x must be torch.float32"):
-        quant.linear(rows(2, 64).double(), packed)
+        matrix.linear(rows(2, 64).double(), packed)
     with pytest.raises(ValueError, match="shape"):
-        quant.linear(rows(2, 32), packed)
+        matrix.linear(rows(2, 32), packed)
     with pytest.raises(ValueError, match="paired"):
-        quant.linear(rows(2, 64), paired)
+        matrix.linear(rows(2, 64), paired)
     with pytest.raises(ValueError, match="paired"):
-        quant.linear_silu_mul(rows(2, 64), packed)
+        matrix.linear_silu_mul(rows(2, 64), packed)
     with pytest.raises(ValueError, match="outside"):
         packed.pack(quant.quantise(make(3, 64), "q8_0"), first=6)
     with pytest.raises(TypeError, match="blocks"):
@@ -199,4 +199,4 @@ def test_wrong_arguments_are_refused_before_any_memory_is_touched() -> None:
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert quant.linear(torch.empty(0, 64), quant.pack("q4_1", make(8, 64))).shape == (0, 8)
+    assert matrix.linear(torch.empty(0, 64), quant.pack("q4_1", make(8, 64))).shape == (0, 8)
