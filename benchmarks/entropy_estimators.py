@@ -7,7 +7,6 @@ log-sum-exp, and so one pass over the row. Errors are in nats against a float64 
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from importlib import resources
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from etserve.attention.batch import StepBatch
+from etserve.bench.ceilings import best_seconds
 from etserve.config import BLOCK_SIZE, EngineConfig
 from etserve.control.entropy import entropy_bounds, topk_renorm_entropy
 from etserve.kernels import native, rows
@@ -22,6 +22,7 @@ from etserve.models.files import resolve_model
 from etserve.models.loader import load_model
 from etserve.tokenizer.loading import load_tokenizer
 
+PASSES = 7
 _TAIL_NATS = 6.0  # below a row's own median lie the tokens that a larger vocabulary adds
 
 
@@ -56,15 +57,6 @@ def exact_entropies(logits: torch.Tensor) -> np.ndarray:
     return -(log_p.exp() * log_p).sum(-1).numpy()
 
 
-def best_seconds(call: Callable[[], object], passes: int = 7) -> float:
-    best = float("inf")
-    for _ in range(passes):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return best
-
-
 def estimates(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """mid, its bound on the error, and topk_renorm, of each row."""
     log_sum_exp = torch.logsumexp(logits.double(), -1).tolist()
@@ -81,13 +73,13 @@ def table_rows(logits: torch.Tensor, ranks: list[int]) -> list[str]:
     """Of one vocabulary."""
     vocab, exact = logits.shape[1], exact_entropies(logits)
     found = rows.row_pass(logits, 0).entropy.astype(np.float64)
-    seconds = best_seconds(lambda: rows.row_pass(logits, 0)) / len(logits)
+    seconds = best_seconds(lambda: rows.row_pass(logits, 0), PASSES) / len(logits)
     lines = [_line(vocab, "exact, the fused pass", None, found - exact, None, seconds)]
     for k in ranks:
         mid, bound, renormalised = estimates(logits, k)
         if (np.abs(mid - exact) > bound + 1e-6).any():
             raise SystemExit(f"k {k}, vocabulary {vocab}: an error beyond its bound")
-        seconds = best_seconds(_partial(logits, k)) / len(logits)
+        seconds = best_seconds(_partial(logits, k), PASSES) / len(logits)
         lines.append(_line(vocab, "mid", k, mid - exact, bound, seconds))
         lines.append(_line(vocab, "topk_renorm", k, renormalised - exact, None, seconds))
     return lines

@@ -26,15 +26,16 @@ class Ceilings(NamedTuple):
 def measure(dtype: torch.dtype | None, passes: int = 8) -> Ceilings:
     """The best of so many passes each. `dtype` of the matrix product; None: none is measured."""
     numbers = torch.ones(_READ_BYTES // 4)
-    read = _best_seconds(lambda: numbers.sum(), passes)
+    read = best_seconds(lambda: numbers.sum(), passes)
     if dtype is None:
         return Ceilings(_READ_BYTES / read * 1e-9, None)
     left, right = torch.randn(_ROWS, _SIZE).to(dtype), torch.randn(_SIZE, _SIZE).to(dtype)
-    product = _best_seconds(lambda: left @ right.T, passes)
+    product = best_seconds(lambda: left @ right.T, passes)
     return Ceilings(_READ_BYTES / read * 1e-9, 2 * _ROWS * _SIZE * _SIZE / product * 1e-9)
 
 
-def _best_seconds(call: Callable[[], object], passes: int) -> float:
+def best_seconds(call: Callable[[], object], passes: int) -> float:
+    """Of so many calls, the fastest: what the machine can do, less what disturbed it."""
     best = float("inf")
     for _ in range(passes):
         begin = time.perf_counter()

@@ -4,7 +4,6 @@ Without skipping the contexts are never read (see contexts.py); where blocks are
 has read. What would change the make-up of a step is refused: drafts, verification, eviction.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from etserve.bench import ceilings
 from etserve.bench.ablate.lab import Lab
 from etserve.bench.ablate.quality import settings_of
-from etserve.bench.ceilings import Ceilings
+from etserve.bench.ceilings import Ceilings, best_seconds
 from etserve.bench.contexts import ConstantContexts, Contexts, TextContexts
 from etserve.bench.errors import BenchError
 from etserve.bench.phases import MeasuresPhases, measured
@@ -193,13 +192,12 @@ def _kept_share(stats: StepStats, batch: int) -> float:
 def _row_seconds(num_rows: int, vocab: int, reader: EntropyReader) -> float:
     """Best of a few: measure and draw so many rows."""
     logits = torch.randn(num_rows, vocab)
-    best = float("inf")
-    for _ in range(8):
-        begin = time.perf_counter()
+
+    def measure_and_draw() -> None:
         reader.row_pass(logits, _TOP)
         rows.sample(logits, 1.0, 0, 1.0, 0.0, 0.5)
-        best = min(best, time.perf_counter() - begin)
-    return best
+
+    return best_seconds(measure_and_draw, 8)
 
 
 def _drain(engine: LLMEngine) -> None:
