@@ -6,7 +6,7 @@ import torch
 from etserve.attention.batch import StepBatch
 from etserve.models.rope import rope_tables
 from etserve.models.tensors import expected_shapes
-from etserve.models.types import DecoderSpec, RopeSpec
+from etserve.models.types import Decoder, DecoderSpec, RopeSpec
 
 BASE = DecoderSpec(
     architecture="LlamaForCausalLM",
@@ -72,3 +72,14 @@ def make_batch(parts: list[Part], logit_rows: list[int] | None = None) -> StepBa
 
 def prompt(length: int, seed: int = 0, vocab: int = BASE.vocab_size) -> list[int]:
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def chunked_among_others(decoder: Decoder, tokens: list[int], other: list[int]) -> torch.Tensor:
+    """Logits of 50 tokens computed in five chunks, each in a step with the beginning of `other`."""
+    cache = decoder.allocate_cache(12)
+    chunks = []
+    for start, end in ((0, 7), (7, 8), (8, 33), (33, 49), (49, 50)):
+        mate = (other[: end - start], 0, [10, 11])
+        batch = make_batch([mate, (tokens[start:end], start, [9, 2, 5, 7])])
+        chunks.append(decoder.logits(decoder.forward(batch, cache))[len(mate[0]) :].clone())
+    return torch.cat(chunks)

@@ -8,7 +8,7 @@ from etserve.attention.batch import StepBatch
 from etserve.models.decoder import TorchDecoder
 from etserve.models.native import NativeDecoder, NativeKV
 from etserve.models.types import DecoderSpec
-from tests.kernels.decoders import BASE, RandomWeights, make_batch, prompt, tables
+from tests.kernels.decoders import BASE, RandomWeights, chunked_among_others, make_batch, prompt, tables
 from tests.kernels.isas import isa, num_threads
 
 __all__ = ["isa", "num_threads"]
@@ -66,13 +66,7 @@ def test_a_token_is_the_same_alone_in_chunks_and_among_others(
     tokens, other = prompt(50, 1, spec.vocab_size), prompt(20, 2, spec.vocab_size)
     decoder = make_native(spec, dtype, kv_dtype)
     whole = prefill(decoder, make_batch([(tokens, 0, [1, 2, 3, 4])]))
-    cache = decoder.allocate_cache(12)
-    chunks = []
-    for start, end in ((0, 7), (7, 8), (8, 33), (33, 49), (49, 50)):
-        mate = (other[: end - start], 0, [10, 11])
-        batch = make_batch([mate, (tokens[start:end], start, [9, 2, 5, 7])])
-        chunks.append(decoder.logits(decoder.forward(batch, cache))[len(mate[0]) :].clone())
-    assert torch.equal(torch.cat(chunks), whole)
+    assert torch.equal(chunked_among_others(decoder, tokens, other), whole)
 
 
 def test_only_the_rows_asked_for_come_back_and_unchanged(isa: str, num_threads: int) -> None:

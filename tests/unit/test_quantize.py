@@ -20,7 +20,7 @@ from etserve.models.native import NativeDecoder
 from etserve.models.types import DecoderSpec
 from etserve.models.weight_formats import QuantisedAtLoad, all_matrices, describe
 from etserve.models.weights import WeightSource
-from tests.kernels.decoders import BASE, RandomWeights, make_batch, prompt, tables
+from tests.kernels.decoders import BASE, RandomWeights, chunked_among_others, make_batch, prompt, tables
 from tests.unit.gguf_helpers import write_gguf
 from tests.unit.model_helpers import run_chunks, save_tiny
 
@@ -75,13 +75,7 @@ def test_a_token_is_the_same_alone_in_chunks_and_among_others(name: str, kind: R
     tokens, other = prompt(50, 1, spec.vocab_size), prompt(20, 2, spec.vocab_size)
     decoder = make_native(spec, kind)
     whole = logits(decoder, make_batch([(tokens, 0, [1, 2, 3, 4])]))
-    cache = decoder.allocate_cache(12)
-    chunks = []
-    for start, end in ((0, 7), (7, 8), (8, 33), (33, 49), (49, 50)):
-        mate = (other[: end - start], 0, [10, 11])
-        batch = make_batch([mate, (tokens[start:end], start, [9, 2, 5, 7])])
-        chunks.append(decoder.logits(decoder.forward(batch, cache))[len(mate[0]) :].clone())
-    assert torch.equal(torch.cat(chunks), whole)
+    assert torch.equal(chunked_among_others(decoder, tokens, other), whole)
 
 
 def test_formats_may_be_mixed_and_bf16_ones_take_bf16_activations() -> None:
