@@ -36,7 +36,7 @@ def product(kind: str, outputs: int, inputs: int) -> tuple[Callable[[torch.Tenso
     name = next(name for name in get_args(quant.Format) if name == kind)
     quantised = quant.QuantMatrix(outputs, inputs, name)
     quantised.pack(reference_quant.random_blocks(outputs, inputs, name, random))
-    return (lambda x: quant.linear(x, quantised)), quantised.num_bytes
+    return (lambda x: matrix.linear(x, quantised)), quantised.num_bytes
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 from etserve.attention.batch import StepBatch
 from etserve.config import BLOCK_SIZE, EngineConfig
 from etserve.engine.building import set_threads
-from etserve.kernels import quant, reference_quant
+from etserve.kernels import matrix, quant, reference_quant
 from etserve.models.files import resolve_model
 from etserve.models.loader import load_model
 from etserve.models.types import Decoder
@@ -51,7 +51,7 @@ def report_kernels(num_rows: int = 64, num_outputs: int = 1024, num_inputs: int 
             blocks = quant.quantise(weight, rounded)
         packed = quant.QuantMatrix(num_outputs, num_inputs, kind)
         packed.pack(blocks)
-        got, stored = quant.linear(x, packed), reference_quant.dequantise(blocks, kind)
+        got, stored = matrix.linear(x, packed), reference_quant.dequantise(blocks, kind)
         original = "-" if rounded is None else f"{relative_rmse(got, x @ weight.T):.5f}"
         print(f"{kind:9} {relative_rmse(got, x @ stored.T):.5f} {original:>33}")
 
