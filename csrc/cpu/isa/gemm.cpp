@@ -44,10 +44,7 @@ struct FloatKernel {
 #pragma GCC unroll 4
     for (int i = 0; i < kBases; ++i) x[i] = static_cast<const char*>(a.x) + (t.row + 3 * i) * stride;
     Vec acc[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+    clear(acc);
     const int64_t ahead = fetch_distance<PANELS>(panel_bytes);
     const char* w = t.w;
     for (int64_t s = a.w.padded_k() / S::kDepth; s > 0; --s, w += S::kBytes) {
@@ -69,10 +66,7 @@ struct FloatKernel {
         keep_in_register(x[i]);
       }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * pitch + j) * kPanel, acc[i][j]);
+    store_sums(acc, sums, pitch);
   }
 };
 

@@ -54,10 +54,7 @@ struct QuantKernel {
     RowPointers<ROWS> x(t);
     const BlockMeta* metas = t.x->metas + t.row * blocks;
     Vec acc[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+    clear(acc);
     const int64_t ahead = fetch_distance<PANELS>(panel_bytes);
     const char* record = t.w;
     for (int64_t b = 0; b < blocks; ++b, ++metas) {
@@ -85,26 +82,17 @@ struct QuantKernel {
       x.advance();
       record += half ? F::kRecord : 0;
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * pitch + j) * kPanel, acc[i][j]);
+    store_sums(acc, sums, pitch);
   }
 };
-
-template <class F>
-void matmul_with(const MatmulArgs& a, Team& team) {
-  const QuantRows rows = quantise_rows(a, team);
-  walk_matrix<QuantKernel<F>>({{&a, static_cast<const char*>(a.w.data), a.w.panel_bytes(), 0, 0}, &rows}, team);
-}
 
 }  // namespace
 
 void matmul_quantised(const MatmulArgs& args, Team& team) {
   switch (args.w.type) {
-    case DType::q8_0: return matmul_with<WideFormat>(args, team);
-    case DType::q4_0: return matmul_with<NibbleFormat>(args, team);
-    case DType::q4_1: return matmul_with<MinFormat>(args, team);
+    case DType::q8_0: return walk_quantised<QuantKernel<WideFormat>>(args, team);
+    case DType::q4_0: return walk_quantised<QuantKernel<NibbleFormat>>(args, team);
+    case DType::q4_1: return walk_quantised<QuantKernel<MinFormat>>(args, team);
     default: return matmul_super(args, team);
   }
 }

@@ -94,10 +94,7 @@ struct SuperKernel {
     RowPointers<ROWS> x(t);
     const BlockMeta* metas = t.x->metas + t.row * blocks;
     Vec acc[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+    clear(acc);
     const char* record = t.w;
     for (int64_t left = blocks / (kSuperBlock / kQuantBlock); left > 0; --left, record += F::kRecord)
       for (int64_t b = 0; b < kSuperBlock / kQuantBlock; ++b, ++metas) {
@@ -105,26 +102,17 @@ struct SuperKernel {
         if constexpr (F::kParts == 2) add_part<F, 1>(acc, record, b, panel_bytes, ahead, x, metas, blocks);
         x.advance();
       }
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * pitch + j) * kPanel, acc[i][j]);
+    store_sums(acc, sums, pitch);
   }
 };
-
-template <class F>
-void matmul_with(const MatmulArgs& a, Team& team) {
-  const QuantRows rows = quantise_rows(a, team);
-  walk_matrix<SuperKernel<F>>({{&a, static_cast<const char*>(a.w.data), a.w.panel_bytes(), 0, 0}, &rows}, team);
-}
 
 }  // namespace
 
 void matmul_super(const MatmulArgs& args, Team& team) {
   switch (args.w.type) {
-    case DType::q4_k: return matmul_with<Format4K>(args, team);
-    case DType::q5_k: return matmul_with<Format5K>(args, team);
-    case DType::q6_k: return matmul_with<Format6K>(args, team);
+    case DType::q4_k: return walk_quantised<SuperKernel<Format4K>>(args, team);
+    case DType::q5_k: return walk_quantised<SuperKernel<Format5K>>(args, team);
+    case DType::q6_k: return walk_quantised<SuperKernel<Format6K>>(args, team);
     default: return;  // the binding refuses other types
   }
 }

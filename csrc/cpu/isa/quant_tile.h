@@ -49,5 +49,11 @@ ETSERVE_INLINE void dot_group(Ints (&sums)[ROWS][PANELS], const Bytes (&w)[PANEL
   }
 }
 
+template <class K>
+void walk_quantised(const MatmulArgs& a, Team& team) {
+  const QuantRows rows = quantise_rows(a, team);
+  walk_matrix<K>({{&a, static_cast<const char*>(a.w.data), a.w.panel_bytes(), 0, 0}, &rows}, team);
+}
+
 }  // namespace
 }  // namespace etserve::cpu::ETSERVE_ISA

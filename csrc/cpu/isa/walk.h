@@ -31,6 +31,23 @@ ETSERVE_INLINE void fetch_ahead(const char* line) {
   if constexpr (PANELS > 1) prefetch(line);
 }
 
+template <int ROWS, int PANELS>
+ETSERVE_INLINE void clear(Vec (&acc)[ROWS][PANELS]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) acc[i][j] = vec_set(0.0f);
+}
+
+// As K::sum leaves them.
+template <int ROWS, int PANELS>
+ETSERVE_INLINE void store_sums(const Vec (&acc)[ROWS][PANELS], float* sums, int pitch) {
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) vec_store(sums + (i * pitch + j) * kPanel, acc[i][j]);
+}
+
 template <class K, int PANELS, int ROWS>
 void compute_rows(const typename K::Corner& t, int rows) {
   if constexpr (ROWS > 0) {
